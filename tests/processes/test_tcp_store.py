@@ -1,7 +1,9 @@
 """The store by which members of a process group meet over TCP."""
 
+import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from slipstream.processes.rendezvous import meet
 from slipstream.processes.tcp_store import StoreServer, TCPStore
+from slipstream.weights.bridges import broadcast
 from slipstream.weights.bridges.broadcast import Group, Rendezvous
 
 
@@ -46,6 +49,22 @@ def test_gloo_connects_a_group_by_it(store):
     for thread in threads:
         thread.join(60)
     assert got == {rank: [0.0] * 3 for rank in range(3)}
+
+
+def test_a_group_keeps_its_store(store, monkeypatch):
+    """NCCL asks the store at the first broadcast, and torch calls a Python object only while it lives."""
+    made = list[weakref.ref]()
+
+    def meeting(*arguments):
+        made.append(weakref.ref(found := meet(*arguments)))
+        return found
+
+    monkeypatch.setattr(broadcast, "meet", meeting)
+    group = Group(Rendezvous(store.address, 0, 20.0), 0)
+    gc.collect()
+    assert made[0]() is not None
+    assert torch.distributed.PrefixStore("its", made[0]()).num_keys() > 0
+    del group
 
 
 def test_who_does_not_know_the_secret_is_not_answered(store):

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.report.markup import Html
-from slipstream.service.figures import PRICE, gpu_hour_price, measured
+from slipstream.service.figures import PRICE, Peaks, gpu_hour_price, measured
 from slipstream.service.page import run_page
 from slipstream.service.records import Actual, Attempt, Need
 from slipstream.service.runs import shown
@@ -49,7 +49,7 @@ def test_each_figure_of_the_record(folder):
     report = {"status": "finished", "exit_code": 0, "error": "", "message": "", "step": 3, "seconds": 1.0}
     (folder / "exit.json").write_text(json.dumps(report | {"time": 148.0, "lineage": 0, "versions": {}}))
     run = record(submitted=100.0, need=Need(2), price=3.0, store="/store", actual=Actual(peaks_gib={"host": 1.0}))
-    found = measured(folder, run, attempts, 2 * GIB)
+    found = measured(folder, run, attempts, Peaks(2 * GIB))
     assert found == Actual(
         steps=3,
         step_s=4.0,
@@ -77,6 +77,8 @@ def test_each_figure_of_the_record(folder):
         },
     )
     assert measured(folder, run, attempts).peaks_gib["host"] == 1.0, "the peak of an earlier attempt counts"
+    seen = measured(folder, run, attempts, Peaks(gpu_bytes=9 * GIB))
+    assert (seen.memory_gib, seen.peaks_gib["gpu"]) == (9.0, 9.0), "the whole run's, where the driver shows it"
     page = run_page(shown(folder, record(state="done", attempts=attempts, actual=found)), b"", Html(""))
     assert page.index('id="checkpoints"') < page.index('id="output"')
     for text in ("load the model", "logs/teacher/engine.log", 'href="https://wandb.example/me/mine/runs/key"'):
@@ -137,7 +139,14 @@ def test_a_price_is_a_number(monkeypatch):
             gpu_hour_price()
 
 
-@pytest.mark.parametrize(("peaks", "memory_gib"), [({"trainer": 4.0}, 4.0), ({"trainer": 4.0, "engine": 9.0}, 1.0)])
+@pytest.mark.parametrize(
+    ("peaks", "memory_gib"),
+    [
+        ({"trainer": 4.0}, 4.0),
+        ({"trainer": 3.0, "engine": 9.0}, 1.0),
+        ({"trainer": 3.0, "engine": 1.0, "gpu": 4.0}, 4.0),
+    ],
+)
 def test_an_estimate_is_corrected_by_the_last_run_of_its_shape(tmp_path, peaks, memory_gib):
     store = Store(tmp_path / "state")
     actual = Actual(step_s=2.0, rest_s=10.0, memory_gib=4.0, peaks_gib=peaks)
@@ -150,5 +159,16 @@ def test_an_estimate_is_corrected_by_the_last_run_of_its_shape(tmp_path, peaks, 
     assert (found.step_s, found.rest_s, found.memory_gib) == (2.0, 10.0, memory_gib)
     assert found.how == "as measured in done"
     assert found.seconds == 20.0
+    shared = msgspec.structs.replace(ESTIMATE, is_shared=True)
+    for name, estimate, start_s in (
+        ("beside", shared, {}),
+        ("first", ESTIMATE, {"start vLLM: compile": 10.5, "start vLLM: capture graphs": 3.0}),
+    ):
+        (tmp_path / name / "service").mkdir(parents=True)
+        changed = msgspec.structs.replace(actual, start_s=start_s)
+        values = {"state": "done", "attempts": (Attempt(0, 0.0),), "actual": changed, "estimate": estimate}
+        store.add(tmp_path / name, record(name, **values))
+    found = with_earlier(store, ESTIMATE)
+    assert (found.how, found.rest_s) == ("as measured in first", 6.0), "alone, and the next one finds the compiled code"
     other = msgspec.structs.replace(ESTIMATE, shape="another")
     assert with_earlier(store, other) == other

@@ -182,6 +182,10 @@ def test_eight_runs_on_two_simulated_gpus(place, driver):
     variables = Path(f"/proc/{record.worker.pid}/environ").read_bytes().decode().split("\0")
     assert "CUDA_VISIBLE_DEVICES=GPU-a" in variables
     assert any(each.startswith("SLIPSTREAM_GPUS_IN_USE=") and "GPU-a, 81920, 0" in each for each in variables)
+    are_shared = {name: place.record(name).estimate.is_shared for name in names}
+    assert are_shared == dict(zip(names, [True, False, True, True, True, False, False, False], strict=True))
+    used = "".join(f"GPU-a, {pid}, {5 * 1024}, python3\n" for pid in (record.worker.pid, 999_999))
+    driver.use(10, 0, used)
     most = 0
 
     def all_done():
@@ -199,5 +203,6 @@ def test_eight_runs_on_two_simulated_gpus(place, driver):
     starts = sorted(names, key=lambda name: place.record(name).attempts[0].started)
     for position, name in enumerate(starts):
         assert sum(later > name for later in starts[:position]) <= 4
+    assert place.record(names[0]).actual.peaks_gib["gpu"] == 5, "its own processes alone"
     for name in names:
         check_whole(place, name, 0)

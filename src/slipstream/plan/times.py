@@ -4,7 +4,7 @@ Pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -23,6 +23,8 @@ DISK_RATES = 1e9, 5.7e9
 IMPORT_S, GRAPHS_S, LOAD_RATE = 26.0, 3.0, 8.4e8
 """An H200's vLLM: imports, CUDA graphs, and bytes a second of its weights (3.1 GB in 3.7 s)."""
 COMPILE_S = 60.0
+WARM_S = {"start vLLM: compile": 6.5, "start vLLM: capture graphs": 5.0}
+"""Stages of an H200's start that finds the compiled code of an earlier one (0.5B, 24 layers)."""
 PEAK_FLOPS = {"h100": 9.9e14, "h200": 9.9e14, "b200": 2.2e15, "a100": 3.1e14, "l40s": 3.6e14, "4090": 1.65e14}
 """Bfloat16 products without sparsity, as sold, by a part of the GPU's name."""
 SMALL_SHARE, SHARE, SMALL_PARAMETERS = 0.3, 0.47, 1e9
@@ -31,6 +33,8 @@ BATCH_S, DECODE_S, READ_RATE, LORA_TIMES = 0.75, 2.8e-3, 4.3e12, 1.4
 """Generation on an H200: seconds of a batch, and of a token of all its sequences, and bytes a second of the weights
 (1.5B, 256 sequences of 256 and 512 tokens). Under LoRA all of it takes that much longer (128 tokens)."""
 UPDATE_S, TRAINER_START_S = 0.3, 30.0
+SHARED_TIMES = 1.25
+"""Two runs on one H200 take that much longer (0.5B, LoRA: 1.23 and 1.31)."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -46,6 +50,8 @@ class Estimate(msgspec.Struct, frozen=True):
     rest_s: float | None = None
     """All but the steps: start, evaluations, end."""
     how: str = ""
+    is_shared: bool = False
+    """Another run has its GPU, too."""
 
     @property
     def seconds(self) -> float | None:
@@ -91,11 +97,25 @@ def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_to
     return msgspec.structs.replace(known, step_s=step_s, rest_s=rest_s, how=how)
 
 
+def first_start_s(start_s: Mapping[str, float]) -> float:
+    """Seconds that a start with these stages took because nothing was compiled yet: a later one does not need them."""
+    return sum(max(0.0, start_s[name] - warm_s) for name, warm_s in WARM_S.items() if name in start_s)
+
+
 def corrected(estimate: Estimate, step_s: float, rest_s: float, run: str, memory_gib: float | None = None) -> Estimate:
     """The estimate with the times, and if known the memory, of an earlier run of the same shape."""
     memory_gib = memory_gib or estimate.memory_gib
     how = f"as measured in {run}"
     return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, memory_gib=memory_gib, how=how)
+
+
+def shared(estimate: Estimate) -> Estimate:
+    """The estimate of a run that shares a GPU with another."""
+    if estimate.is_shared:
+        return estimate
+    step_s, rest_s = (None if each is None else each * SHARED_TIMES for each in (estimate.step_s, estimate.rest_s))
+    how = f"{estimate.how}; {SHARED_TIMES:g} times as long, as another run has the GPU, too"
+    return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, how=how, is_shared=True)
 
 
 def engine_time_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:

@@ -98,7 +98,7 @@ def end_descendants(within_s: float) -> bool:
     `within_s`."""
     deadline = time.monotonic() + within_s
     while reap() and time.monotonic() < deadline:
-        for pid in _descendants():  # children of those that die here come to this process: it finds them next
+        for pid in descendants():  # children of those that die here come to this process: it finds them next
             _send(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
     return not reap()
@@ -212,7 +212,8 @@ def reap() -> bool:
     return True
 
 
-def _descendants() -> set[int]:
+def descendants() -> set[int]:
+    """Ids of all processes below this one."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

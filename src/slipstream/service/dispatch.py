@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from slipstream.errors import SlipstreamError
 from slipstream.plan.memory.sizes import gib
-from slipstream.plan.times import Estimate
-from slipstream.service.allocation import Start, choose
+from slipstream.plan.times import Estimate, shared
+from slipstream.service.allocation import CPU, Start, choose
 from slipstream.service.provider import Provider
 from slipstream.service.providers import Providers
-from slipstream.service.records import Attempt, Need, Record
+from slipstream.service.records import ACTIVE, Attempt, Need, Record
 from slipstream.service.store import Store, update
 
 
@@ -77,6 +77,23 @@ def _place(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
             record = update(folder, lambda now, start=start: _decided(now, start))
             if record.state == "preparing":
                 _start(provider, folder, record)
+    if choice.starts:
+        for name in _sharing(records, choice.starts):
+            with contextlib.suppress(SlipstreamError, OSError):
+                update(runs[name][0], _shared)
+
+
+def _sharing(records: Iterable[Record], starts: Iterable[Start]) -> set[str]:
+    """Runs that have a GPU together with another, after these starts."""
+    found: dict[str, list[str]] = {}
+    for name, leases in [(r.id, r.leases) for r in records if r.state in ACTIVE] + [(s.id, s.leases) for s in starts]:
+        for lease in leases:
+            found.setdefault(lease.place, []).append(name)
+    return {name for place, names in found.items() if place != CPU and len(names) > 1 for name in names}
+
+
+def _shared(record: Record) -> Record:
+    return record if record.has_ended else msgspec.structs.replace(record, estimate=shared(record.estimate))
 
 
 def _hand_over(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:

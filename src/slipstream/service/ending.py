@@ -16,7 +16,7 @@ from slipstream.artifacts.facts import read_facts
 from slipstream.errors import SlipstreamError
 from slipstream.processes.heartbeat import Heartbeat, read_heartbeat
 from slipstream.runlog import ExitReport, checkpoints_of, holds_run, read_events, read_exit
-from slipstream.service.figures import measured
+from slipstream.service.figures import NO_PEAKS, Peaks, measured
 from slipstream.service.policy import decide, decide_stopped, kind_of
 from slipstream.service.records import ACTIVE, Attempt, Record
 from slipstream.service.store import update
@@ -68,10 +68,9 @@ def ended_attempt(folder: Path, attempt: Attempt, exit_code: int | None, now: fl
     )
 
 
-def conclude(folder: Path, launch: int, exit_code: int | None, host_bytes: int = 0, *, stopped: str = "") -> Record:
+def conclude(folder: Path, launch: int, exit_code: int | None, peaks: Peaks = NO_PEAKS, *, stopped: str = "") -> Record:
     """Store the end of supervisor number `launch`'s attempt, and the next state: done, failed, cancelled or queued.
-    `exit_code` is None if nobody has waited for its process; `host_bytes`: memory of its largest process; `stopped`:
-    why the cluster ended it."""
+    `exit_code` is None if nobody has waited for its process; `stopped`: why the cluster ended it."""
 
     def begin(record: Record) -> Record:
         is_its = record.launches == launch and record.state in ACTIVE and record.handle is not None
@@ -86,7 +85,7 @@ def conclude(folder: Path, launch: int, exit_code: int | None, host_bytes: int =
         last = msgspec.structs.replace(last, kind="stopped", message=stopped)
     if record.store:
         last = with_uploads(folder, last)
-    actual = measured(folder, record, (*record.attempts[:-1], last), host_bytes)
+    actual = measured(folder, record, (*record.attempts[:-1], last), peaks)
 
     def end(record: Record) -> Record:
         assert last.kind is not None

@@ -8,10 +8,12 @@ import math
 import os
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.plan.memory.sizes import GIB
 from slipstream.runlog import holds_run, read_events, read_exit, read_metrics
 from slipstream.runlog.files import SERVICE_FOLDER, Rows
 from slipstream.service.records import Actual, Attempt, Record
@@ -36,18 +38,31 @@ def gpu_hour_price() -> float | None:
     raise ConfigError(f"{PRICE}={text} is no price of a GPU-hour: give a number such as 2.5")
 
 
-def measured(folder: Path, record: Record, attempts: tuple[Attempt, ...], host_bytes: int = 0) -> Actual:
-    """Figures of a run after these attempts. `host_bytes`: the largest process of the last one."""
+class Peaks(NamedTuple):
+    """Most memory of an attempt's processes, in bytes; 0 where it was not seen."""
+
+    host_bytes: int = 0
+    """Of its largest process."""
+    gpu_bytes: int = 0
+    """Of all of them, on the GPU where they held most."""
+
+
+NO_PEAKS = Peaks()
+
+
+def measured(folder: Path, record: Record, attempts: tuple[Attempt, ...], peaks: Peaks = NO_PEAKS) -> Actual:
+    """Figures of a run after these attempts, the last one with these peaks."""
     seconds = sum(each.ended - each.started for each in attempts)
     gpu_hours = round(record.need.gpus * seconds / 3600, 6)
-    earlier = record.actual.peaks_gib.get("host", 0.0) if record.actual is not None else 0.0
-    host_gib = max(earlier, round(host_bytes / (1 << 30), 3))
+    earlier = record.actual.peaks_gib if record.actual is not None else {}
+    highest = {"host": peaks.host_bytes, "gpu": peaks.gpu_bytes}
+    highest = {name: max(earlier.get(name, 0.0), round(size / GIB, 3)) for name, size in highest.items()}
     found = Actual(
         seconds=round(seconds, 3),
         gpu_hours=gpu_hours,
         queued_s=round(attempts[0].started - record.submitted, 3) if attempts else 0.0,
         cost=None if record.price is None else round(record.price * gpu_hours, 6),
-        peaks_gib={"host": host_gib} if host_gib else {},
+        peaks_gib={name: size for name, size in highest.items() if size},
         consoles=consoles_of(folder),
     )
     with contextlib.suppress(*_DAMAGE):
@@ -88,7 +103,7 @@ def with_rows(found: Actual, rows: Rows, events: Rows) -> Actual:
         tokens_trained=trained,
         generated_per_s=_rate(generated, parts_s.get("generate")),
         trained_per_s=_rate(trained, parts_s.get("train")),
-        memory_gib=max(held, default=None),
+        memory_gib=found.peaks_gib.get("gpu") or max(held, default=None),
         peaks_gib={**found.peaks_gib, **peaks},
         wandb_url=urls[-1] if urls else "",
     )

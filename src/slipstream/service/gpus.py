@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 
 from slipstream.plan.machine import query_gpus
 from slipstream.service.allocation import Gpu, Process
@@ -31,6 +32,11 @@ def read_gpus() -> tuple[Gpu, ...]:
         return tuple(gpus)
     named = [part.strip() for part in asked.split(",") if part.strip()]
     return tuple(gpu for index, gpu in enumerate(gpus) if any(_names(part, index, gpu.uuid) for part in named))
+
+
+def most_held(gpus: Iterable[Gpu], pids: Collection[int]) -> int:
+    """Bytes of these processes on the GPU where they hold most; 0 where the driver shows none of them."""
+    return max((sum(each.bytes for each in gpu.processes if each.pid in pids) for gpu in gpus), default=0)
 
 
 def _names(part: str, index: int, uuid: str) -> bool:

@@ -134,7 +134,7 @@ class Actual(msgspec.Struct, frozen=True):
     """All attempts."""
     gpu_hours: float = 0.0
     memory_gib: float | None = None
-    """Peak of the trainer on a GPU."""
+    """Peak on a GPU: of the whole run, or of the trainer where the driver does not show its processes."""
     queued_s: float = 0.0
     """Before the first attempt."""
     start_s: dict[str, float] = {}
@@ -150,7 +150,7 @@ class Actual(msgspec.Struct, frozen=True):
     trained_per_s: float | None = None
     """Tokens a second while training."""
     peaks_gib: dict[str, float] = {}
-    """Peaks of memory: `trainer` and `engine` on a GPU, `host` of the largest process."""
+    """Peaks of memory: `trainer`, `engine` and the whole run (`gpu`) on a GPU, `host` of the largest process."""
     cost: float | None = None
     """By `Record.price`."""
     wandb_url: str = ""

@@ -25,6 +25,7 @@ from slipstream.processes.files import write_whole
 from slipstream.processes.launchers import LOCAL, Child
 from slipstream.runlog.files import LOCK_FILE
 from slipstream.service.ending import conclude
+from slipstream.service.figures import Peaks
 from slipstream.service.job import JobSupervisor
 from slipstream.service.records import ACTIVE, Record
 from slipstream.service.store import OUTPUT, RUN_FILE, record_of
@@ -107,13 +108,13 @@ class SlurmSupervisor(JobSupervisor):
             return lock > start
         return False
 
-    def _conclude(self, code: int | None, host_bytes: int) -> Record:
+    def _conclude(self, code: int | None, peaks: Peaks) -> Record:
         # After SIGKILL of srun its step may hold the nodes: no further step here.
         self._is_stuck = code is not None and code < 0
         if code and self._is_over():
             code = None  # that of srun, without nodes
         how = _TIME_IS_OVER if self._stop == signal.SIGUSR1 else f"Slurm has stopped job {self._number}"
-        return conclude(self._folder, self._launch, code, 0, stopped=how if self._stop else "")
+        return conclude(self._folder, self._launch, code, stopped=how if self._stop else "")
 
     def _has_time(self, record: Record) -> bool:
         return not self._is_stuck and super()._has_time(record) and not self._is_over()

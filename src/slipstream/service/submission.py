@@ -20,7 +20,7 @@ from slipstream.config import Loaded, dump_given, load_config
 from slipstream.config.parse.load import DEFAULT, LAUNCHER
 from slipstream.errors import ConfigError
 from slipstream.names import model_name
-from slipstream.plan.times import Estimate, corrected
+from slipstream.plan.times import Estimate, corrected, first_start_s
 from slipstream.processes.files import write_whole
 from slipstream.runlog import holds_run, refuse_used
 from slipstream.runlog.files import SERVICE_FOLDER
@@ -132,10 +132,13 @@ def with_earlier(store: Store, estimate: Estimate) -> Estimate:
     """The estimate with the times of the last run of its shape with one attempt, if it is done."""
     if not estimate.shape:
         return estimate
-    for _, record in reversed(store.records()):
+    records = [record for _, record in reversed(store.records())]
+    for record in sorted(records, key=lambda each: each.estimate.is_shared):
         actual, is_whole = record.actual, record.state == "done" and len(record.attempts) == 1
         if is_whole and record.estimate.shape == estimate.shape and actual is not None and actual.step_s is not None:
             # With an engine the fullest GPU holds more than the trainer's peak.
-            memory_gib = None if "engine" in actual.peaks_gib else actual.memory_gib
-            return corrected(estimate, actual.step_s, actual.rest_s or 0.0, record.id, memory_gib)
+            is_trainers = "engine" in actual.peaks_gib and "gpu" not in actual.peaks_gib
+            rest_s = max(0.0, (actual.rest_s or 0.0) - first_start_s(actual.start_s))
+            memory_gib = None if is_trainers else actual.memory_gib
+            return corrected(estimate, actual.step_s, rest_s, record.id, memory_gib)
     return estimate

@@ -22,14 +22,15 @@ import msgspec
 from slipstream.errors import SlipstreamError
 from slipstream.plan.machine import IN_USE
 from slipstream.processes import exits
-from slipstream.processes.guard import adopt, children_of, end_descendants
+from slipstream.processes.guard import adopt, children_of, descendants, end_descendants
 from slipstream.processes.identity import handle_of, own_handle
 from slipstream.processes.launchers import LOCAL, Child, Resources
 from slipstream.runlog import is_running
 from slipstream.service import dispatch
 from slipstream.service.allocation import CPU, Gpu
 from slipstream.service.ending import conclude, confirmed, exit_since
-from slipstream.service.gpus import read_gpus
+from slipstream.service.figures import Peaks
+from slipstream.service.gpus import most_held, read_gpus
 from slipstream.service.providers import all_providers
 from slipstream.service.records import Record
 from slipstream.service.store import OUTPUT, RUN_FILE, Store, record_of, update
@@ -39,6 +40,8 @@ _POLL_S = 0.25
 _MARGIN_S = 30.0
 """After `run.grace_s`, before the end by SIGKILL."""
 _ORPHANS_S = 30.0
+_LOOK_S = 5.0
+"""Between two looks at the memory of the run's GPUs."""
 
 
 class Supervisor:
@@ -48,6 +51,7 @@ class Supervisor:
         self._folder, self._launch = folder, launch
         self._own = own_handle()
         self._stop = 0
+        self._has_gpus, self._gpu_bytes, self._looked = False, 0, float("-inf")
 
     def claim(self) -> Record | None:
         """Store this process's handle as the attempt's; None if the attempt is another's, or is over."""
@@ -89,10 +93,11 @@ class Supervisor:
         finally:
             end_descendants(_ORPHANS_S)
         # Linux counts in KiB, over all processes of the run with an end.
-        return self._conclude(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+        host_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+        return self._conclude(code, Peaks(host_bytes, self._gpu_bytes))
 
-    def _conclude(self, code: int | None, host_bytes: int) -> Record:
-        return conclude(self._folder, self._launch, code, host_bytes)
+    def _conclude(self, code: int | None, peaks: Peaks) -> Record:
+        return conclude(self._folder, self._launch, code, peaks)
 
     def _on_stop(self, number: int, frame: object) -> None:
         self._stop = number
@@ -102,6 +107,7 @@ class Supervisor:
         environment = {**os.environ, **exits.SAFE_PATH}
         environment.pop(IN_USE, None)
         gpus = tuple(lease.place for lease in record.leases if lease.place != CPU)
+        self._has_gpus = bool(gpus)
         if gpus:
             environment[IN_USE] = json.dumps(granted(read_gpus(), record))
         resources = Resources(gpus=gpus)
@@ -133,6 +139,7 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(_POLL_S)
             _reap(child.pid, uploads.pid if uploads is not None else None)
+            self._look_at_gpus()
             if uploads is not None:
                 uploads.look()
             is_over = uploads is not None and uploads.is_taken_over
@@ -143,6 +150,11 @@ class Supervisor:
             if not seen and is_running(self._folder):
                 seen = True
                 update(self._folder, _running)
+
+    def _look_at_gpus(self) -> None:
+        if self._has_gpus and time.monotonic() > self._looked + _LOOK_S:
+            self._gpu_bytes = max(self._gpu_bytes, most_held(read_gpus(), descendants()))
+            self._looked = time.monotonic()
 
     def _start_waiting(self, record: Record) -> None:
         """Pass over the queue: another run may have the place, or this one may be due again after its wait."""

@@ -92,7 +92,8 @@ class Group:
         """Two reused buckets: one travels while the other is packed or read."""
         distributed: Any = torch.distributed
         timeout, size = timedelta(seconds=rendezvous.timeout_s), rendezvous.num_workers + 1
-        store = meet(rendezvous.store, rank, size, rendezvous.timeout_s)
+        # NCCL asks it at the first broadcast, and a store written in Python answers only while its object lives.
+        self._store = store = meet(rendezvous.store, rank, size, rendezvous.timeout_s)
         if rendezvous.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
             options = distributed.ProcessGroupNCCL.Options()
