@@ -24,7 +24,7 @@ IMPORT_S, GRAPHS_S, LOAD_RATE = 26.0, 3.0, 8.4e8
 """An H200's vLLM: imports, CUDA graphs, and bytes a second of its weights (3.1 GB in 3.7 s)."""
 COMPILE_S = 60.0
 WARM_S = {"start vLLM: compile": 6.5, "start vLLM: capture graphs": 5.0}
-"""Stages of an H200's start that finds the compiled code of an earlier one (0.5B, 24 layers)."""
+"""Stages of an H200's start with the compiled code of an earlier one (0.5B, 24 layers)."""
 PEAK_FLOPS = {"h100": 9.9e14, "h200": 9.9e14, "b200": 2.2e15, "a100": 3.1e14, "l40s": 3.6e14, "4090": 1.65e14}
 """Bfloat16 products without sparsity, as sold, by a part of the GPU's name."""
 SMALL_SHARE, SHARE, SMALL_PARAMETERS = 0.3, 0.47, 1e9

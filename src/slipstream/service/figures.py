@@ -42,9 +42,9 @@ class Peaks(NamedTuple):
     """Most memory of an attempt's processes, in bytes; 0 where it was not seen."""
 
     host_bytes: int = 0
-    """Of its largest process."""
+    """The largest process."""
     gpu_bytes: int = 0
-    """Of all of them, on the GPU where they held most."""
+    """All processes together, on their fullest GPU."""
 
 
 NO_PEAKS = Peaks()
