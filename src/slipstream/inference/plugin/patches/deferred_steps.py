@@ -163,8 +163,8 @@ class DeferredSteps:
             return {}, clients
         left = {ids[i] for i in np.flatnonzero(~plain).tolist()}
         rest = {id_: count for id_, count in scheduled.items() if id_ in left}
-        for id_ in rest:
-            self.stop_deferring(id_)
+        others = rows[~plain]
+        self._stop_deferring(others[others >= 0])
         return rest, clients
 
     def _start_deferring(self, undelivered: Undelivered) -> None:
@@ -182,12 +182,14 @@ class DeferredSteps:
     def stop_deferring(self, request_id: str | None = None) -> None:
         """Flush a request, or all, and leave its next tokens to vLLM's own code. Ignores unknown requests."""
         if request_id is None:
-            self.flush_all()
-            self._defers_tokens[:] = False
+            self._stop_deferring(np.arange(len(self.ids)))
         elif request_id in self.rows:
-            row = self.rows[request_id]
-            self.flush([row])
-            self._defers_tokens[row] = False
+            self._stop_deferring(np.array([self.rows[request_id]]))
+
+    def _stop_deferring(self, rows: Any) -> None:
+        """All rows at once: streams are left to vLLM in every step."""
+        self.flush(rows[(self._scheduled | self._sampled)[rows] > 0].tolist())
+        self._defers_tokens[rows] = False
 
     def flush_all(self) -> None:
         """Write everything deferred to the requests."""
