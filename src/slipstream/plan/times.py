@@ -23,18 +23,19 @@ DISK_RATES = 1e9, 5.7e9
 IMPORT_S, GRAPHS_S, LOAD_RATE = 26.0, 3.0, 8.4e8
 """An H200's vLLM: imports, CUDA graphs, and bytes a second of its weights (3.1 GB in 3.7 s)."""
 COMPILE_S = 60.0
-WARM_S = {"start vLLM: compile": 6.5, "start vLLM: capture graphs": 5.0}
-"""Stages of an H200's start with the compiled code of an earlier one (0.5B, 24 layers)."""
+_COMPILE = "start vLLM: compile"
+WARM_S = {"start vLLM: import vLLM": 17.0, _COMPILE: 6.3, "start vLLM: capture graphs": 5.5}
+"""Stages of an H200's start with compiled code, and files read, of an earlier one (0.5B, 24 layers)."""
 PEAK_FLOPS = {"h100": 9.9e14, "h200": 9.9e14, "b200": 2.2e15, "a100": 3.1e14, "l40s": 3.6e14, "4090": 1.65e14}
 """Bfloat16 products without sparsity, as sold, by a part of the GPU's name."""
-SMALL_SHARE, SHARE, SMALL_PARAMETERS = 0.3, 0.47, 1e9
-"""Parts of the peak in training on an H200: 1.5B, and 0.5B by its ratio to 1.5B in an earlier version."""
-BATCH_S, DECODE_S, READ_RATE, LORA_TIMES = 0.75, 2.8e-3, 4.3e12, 1.4
+SMALL_SHARE, SHARE, SMALL_PARAMETERS = 0.23, 0.47, 1e9
+"""Parts of the peak in training on an H200: 0.5B (LoRA 0.22, all parameters 0.25), and 1.5B."""
+BATCH_S, DECODE_S, READ_RATE = 0.75, 2.8e-3, 4.3e12
 """Generation on an H200: seconds of a batch, and of a token of all its sequences, and bytes a second of the weights
-(1.5B, 256 sequences of 256 and 512 tokens). Under LoRA all of it takes that much longer (128 tokens)."""
-UPDATE_S, TRAINER_START_S = 0.3, 30.0
+(1.5B, 256 sequences of 256 and 512 tokens; 0.5B with LoRA needs 0.9 times as long)."""
+UPDATE_S, TRAINER_START_S = 0.15, 30.0
 SHARED_TIMES = 1.25
-"""Two runs on one H200 take that much longer (0.5B, LoRA: 1.23 and 1.31)."""
+"""Two runs on one H200 take that much longer (0.5B, LoRA: 1.22 to 1.31, four runs)."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -87,7 +88,7 @@ def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_to
         tokens -= (sequences - config.training.prompts_per_batch) * (mean_tokens - length)  # a group shares its prompt
         turns = math.ceil(sequences / (config.inference.max_num_seqs * config.inference.replicas))
         decode_s = DECODE_S + num_bytes / config.inference.tensor_parallel_size / READ_RATE
-        generation_s = (BATCH_S + turns * length * decode_s) * (LORA_TIMES if lora else 1.0)
+        generation_s = BATCH_S + turns * length * decode_s
     training_s = 6.0 * facts.model.num_parameters * tokens / (peak * share * config.training.ranks)
     is_ahead = config.training.staleness > 0 and config.run.placement == "separate"
     step_s = max(training_s, generation_s) if is_ahead else training_s + generation_s
@@ -98,8 +99,10 @@ def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_to
 
 
 def first_start_s(start_s: Mapping[str, float]) -> float:
-    """Seconds that a start with these stages took because nothing was compiled yet: a later one does not need them."""
-    return sum(max(0.0, start_s[name] - warm_s) for name, warm_s in WARM_S.items() if name in start_s)
+    """Seconds that a start with these stages took as the first on its machine; 0 for one that found compiled code."""
+    if start_s.get(_COMPILE, 0.0) < 2 * WARM_S[_COMPILE]:
+        return 0.0
+    return sum(max(0.0, start_s.get(name, 0.0) - warm_s) for name, warm_s in WARM_S.items())
 
 
 def corrected(estimate: Estimate, step_s: float, rest_s: float, run: str, memory_gib: float | None = None) -> Estimate:
