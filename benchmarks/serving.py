@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -26,13 +27,16 @@ from shapes import shaped_model
 
 START_S, ROUND_S = 300.0, 300.0
 CLIENT = """
-import argparse
+import json, sys
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
-serve.main(parser.parse_args())
+for line in sys.stdin:
+    serve.main(parser.parse_args(json.loads(line)))
+    print("DONE", flush=True)
 """
+"""One process for all rounds: its imports take longer than a round."""
 
 
 def commands(model: Path, options: argparse.Namespace) -> dict[str, list[str]]:
@@ -59,23 +63,26 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> float:
     raise SystemExit(f"{url} was not ready after {START_S:.0f} s: {log.read_text(errors='replace')[-3000:]}")
 
 
-def measure(url: str, model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    client: subprocess.Popen[str], url: str, model: Path, folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
     """One round of the benchmark: its result file."""
     sizes = ["--random-input-len", str(options.input), "--random-output-len", str(options.output)]
     load = ["--num-prompts", str(options.requests), "--max-concurrency", str(options.streams), "--ignore-eos"]
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         name = json.load(answer)["data"][0]["id"]
-    command = [sys.executable, "-c", CLIENT, "--base-url", url, "--model", name, "--tokenizer", str(model)]
-    command += ["--dataset-name", "random", *sizes, *load, "--save-result", "--result-filename", "result.json"]
-    done = subprocess.run(
-        [*command, "--result-dir", str(folder), "--disable-tqdm"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=ROUND_S,
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-3000:])
+    asked = ["--base-url", url, "--model", name, "--tokenizer", str(model), "--dataset-name", "random", *sizes, *load]
+    asked += ["--save-result", "--result-filename", "result.json", "--result-dir", str(folder), "--disable-tqdm"]
+    assert client.stdin is not None
+    assert client.stdout is not None
+    client.stdin.write(json.dumps(asked) + "\n")
+    client.stdin.flush()
+    timer = threading.Timer(ROUND_S, client.kill)
+    timer.daemon = True
+    timer.start()
+    if "DONE" not in map(str.strip, client.stdout):  # reads until then
+        raise SystemExit(f"the client ended: {(folder / 'client.log').read_text(errors='replace')[-3000:]}")
+    timer.cancel()
     return json.loads((folder / "result.json").read_text())
 
 
@@ -104,9 +111,13 @@ def main() -> int:
         for number, ((name, url), process) in enumerate(zip(urls.items(), processes, strict=True)):
             seconds = wait_ready(url, process, folder / f"{number}.log")
             print(f"{name}: ready after {seconds:.0f} s more", file=sys.stderr, flush=True)
+        with (folder / "client.log").open("w") as output:
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output, "text": True}
+            client = subprocess.Popen([sys.executable, "-c", CLIENT], **pipes)
+        stack.callback(client.kill)
         for repeat in range(options.repeats + 1):  # the first warms up
             for name, url in urls.items():
-                result = measure(url, model, folder, options)
+                result = measure(client, url, model, folder, options)
                 shown = {key: result[key] for key in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "failed")}
                 print(json.dumps({"system": name, "repeat": repeat, **shown}), file=sys.stderr, flush=True)
                 if repeat:

@@ -205,6 +205,8 @@ def sampling_arguments(request: GenerateRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     s = request.sampling
+    # Nobody else has these, and a copy of them costs a tenth of a millisecond.
+    own: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
     return SamplingParams(
         max_tokens=s.max_tokens,
         temperature=s.temperature,
@@ -219,4 +221,5 @@ def sampling_arguments(request: GenerateRequest) -> Any:
         prompt_logprobs=request.num_likeliest if request.scores_prompt else None,
         detokenize=bool(s.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **own,
     )
