@@ -137,8 +137,8 @@ def with_earlier(store: Store, estimate: Estimate) -> Estimate:
         actual, is_whole = record.actual, record.state == "done" and len(record.attempts) == 1
         if is_whole and record.estimate.shape == estimate.shape and actual is not None and actual.step_s is not None:
             # With an engine the fullest GPU holds more than the trainer's peak.
-            is_trainers = "engine" in actual.peaks_gib and "gpu" not in actual.peaks_gib
+            has_all = "gpu" in actual.peaks_gib or "engine" not in actual.peaks_gib
+            memory_gib = actual.memory_gib if has_all else None
             rest_s = max(0.0, (actual.rest_s or 0.0) - first_start_s(actual.start_s))
-            memory_gib = None if is_trainers else actual.memory_gib
             return corrected(estimate, actual.step_s, rest_s, record.id, memory_gib)
     return estimate
