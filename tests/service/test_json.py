@@ -47,7 +47,16 @@ def same(found, expected, at=""):
         assert found == expected, at
 
 
-ESTIMATE = {"shape": str, "steps": STEPS, "memory_gib": positive, "gpus": 0, "step_s": None, "rest_s": None, "how": str}
+ESTIMATE = {
+    "shape": str,
+    "steps": STEPS,
+    "memory_gib": positive,
+    "gpus": 0,
+    "step_s": None,
+    "rest_s": None,
+    "how": str,
+    "is_shared": False,
+}
 ATTEMPT = {
     "number": 1,
     "started": positive,

@@ -105,7 +105,15 @@ class Engine:
 
     def update(self, step):
         self.calls.append(f"update {step}")
-        return [sequence(OURS + d, ids=ids) for d, ids in zip(self.differs, self.prompts, strict=False)]
+
+    def begin_probe(self, step):
+        self.calls.append(f"sample {step}")
+
+        def sampled():
+            self.calls.append(f"probe {step}")
+            return [sequence(OURS + d, ids=ids) for d, ids in zip(self.differs, self.prompts, strict=False)]
+
+        return sampled
 
     def fence(self):
         self.calls.append("fence")

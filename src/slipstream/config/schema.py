@@ -404,7 +404,7 @@ class WeightsConfig(Section):
     probe_tasks: Annotated[int, Field(gt=0, le=10_000)] = 8
     """Prompts that engine and trainer both score after every apply."""
     probe_tokens: bounds.Tokens = 16
-    """Longest completion of the probe. Each step waits for it. `mismatch/...` compares all tokens of the rollouts."""
+    """Longest completion of the probe. A step ends after it. `mismatch/...` compares all tokens of the rollouts."""
     probe_warn: PositiveFloat | Auto = "auto"
     """Mean absolute log-probability difference per token that is reported as a warning, with what it looks like.
     `auto`, by `model.dtype`: 0.01 in float32, 0.02 in float16, 0.05 in bfloat16, more than rounding was seen to make

@@ -252,7 +252,6 @@ class Session:
         and of the probe."""
         steps = self._begun
         metrics = steps.synchronise(False, is_last=False)
-        self._engine.release(steps.step)
         self._synced = steps.step
         return self._put(metrics)
 

@@ -1,7 +1,8 @@
 """The training loop of supervised fine-tuning and reinforcement learning.
 
 A step takes a batch, trains on it (`steps.py`) and, when an engine generates with these weights, publishes the
-new version, waits until the engine has applied and verified it, and compares both sides' log-probabilities (the probe).
+new version, waits until the engine has applied and verified it, releases it for rollouts, and compares both sides'
+log-probabilities (the probe).
 Policy version k is the result of k steps; with staleness 0 version k generated the batch of the update k -> k + 1.
 
 The loop waits for the reader's next batch and for the engine's update, both with their own deadlines. It ends after the
@@ -61,8 +62,6 @@ class TrainingLoop(Steps):
         if metrics:
             self.report(metrics)
             self.observe(metrics)
-        if self.engine is not None:
-            self.engine.release(self.step)
         self.begin()
         updates = self.learner.step
         is_last = is_warm = False
@@ -102,8 +101,9 @@ class TrainingLoop(Steps):
         try:
             if self.engine is not None and (evaluate or self._next_needs_engine(is_last=is_last)):
                 if evaluate or is_last or not self.step % self.config.weights.every or not self.is_rl:
-                    metrics |= self.synchronise(evaluate, is_last=is_last)
-                self.engine.release(self.step, change)
+                    metrics |= self.synchronise(evaluate, is_last=is_last, change=change)
+                else:
+                    self.engine.release(self.step, change)
         except Interrupted:
             # The step was made and will be in the checkpoint: write its metrics too.
             self.report(metrics)

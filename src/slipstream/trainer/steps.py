@@ -3,14 +3,15 @@
 `Steps` counts the steps and holds everything for one. Two programs call it: `loop.TrainingLoop` in the order of a run,
 and the caller of a session (`slipstream.session`) in any order.
 
-Guarantees: an update is verified by the engine before `synchronise` returns, and probed: both sides compute the
-log-probabilities of the engine's own samples; a batch of rollouts older than `training.staleness` allows is refused.
+Guarantees: an update is verified by the engine before rollouts begin with it, and probed before `synchronise` returns:
+both sides compute the log-probabilities of the engine's own samples. Rollouts may be made meanwhile, and are trained on
+only afterwards. A batch of rollouts older than `training.staleness` allows is refused.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -52,9 +53,13 @@ _ROWS_AT_ONCE = 16
 class Engine(Evaluates, Protocol):
     """The inference engine and its weight sync, as the loop uses them."""
 
-    def update(self, step: int) -> list[records.Sequence]:
-        """Publish the live weights as version `step`, wait until they are applied and verified, and return sequences
-        sampled with them (the probe)."""
+    def update(self, step: int) -> None:
+        """Publish the live weights as version `step`, and wait until they are applied and verified."""
+        ...
+
+    def begin_probe(self, step: int) -> Callable[[], list[records.Sequence]]:
+        """Have the engine sample the probe with version `step`, the one applied last, before what is asked for later.
+        The returned call waits for the sequences."""
         ...
 
     def fence(self) -> None:
@@ -237,16 +242,26 @@ class Steps:
                 else "nothing was trained: the run made no step"
             )
 
-    def synchronise(self, evaluate: bool, *, is_last: bool) -> dict[str, float]:
-        """Update the engine's weights, probe it, and evaluate if asked; returns metrics. `is_last`: no step follows."""
-        assert self.engine is not None
+    def synchronise(self, evaluate: bool, *, is_last: bool, change: Change | None = None) -> dict[str, float]:
+        """Update the engine's weights, probe it, evaluate if asked, and release the version; returns metrics. Without
+        an evaluation rollouts begin before the probe ends. `is_last`: no step follows; `change`: see `Engine.release`.
+        """
+        engine, is_early = self.engine, self.is_rl and not evaluate
+        assert engine is not None
         self.progress.phase(update_phase(self.config))
         with self.log.phase("update"):
-            sequences = self.engine.update(self.step)
+            engine.update(self.step)
+            sampled = engine.begin_probe(self.step)
+        if is_early:
+            engine.release(self.step, change)
+        with self.log.phase("batch" if is_early else "update"):  # the probe comes with the next rollouts
+            sequences = sampled()
         with self.log.phase("probe"):
             metrics = self._probe(sequences)
         if evaluate:
-            metrics |= self.evaluations.make(self.engine, self.step, is_last=is_last)
+            metrics |= self.evaluations.make(engine, self.step, is_last=is_last)
+        if not is_early:
+            engine.release(self.step, change)
         return metrics
 
     def measure_held_out(self) -> dict[str, float]:
