@@ -89,8 +89,7 @@ def quick(monkeypatch):
 
 
 PROBE = [Sequence([1, 2], [False, True], [0.0, -0.1])]
-APPLIED = commands.Applied(ApplyReport(Version(0, 3)), {"replica_0/requests": 2.0})
-PROBED = commands.Probed(PROBE)
+APPLIED = commands.Applied(ApplyReport(Version(0, 3)), PROBE, {"replica_0/requests": 2.0})
 
 
 def ticket(step):
@@ -113,29 +112,13 @@ def test_an_update_that_failed_is_published_again_where_the_hooks_say_so(repeats
     hooks.repeats = repeats
     orchestrator = orchestrator_of(caller, hooks)
     if repeats:
-        orchestrator.update(3)
+        assert orchestrator.update(3) == PROBE
     else:
         with pytest.raises(type(error), match=str(error)):
             orchestrator.update(3)
     assert caller.sent[1:] == [commands.Apply(ticket(3))] * (1 + repeats)
     assert hooks.told.count("before the update") == 1
     assert str(error) in hooks.told
-
-
-@pytest.mark.parametrize("repeats", [False, True])
-def test_a_version_is_published_again_if_an_engine_dies_in_its_probe(repeats):
-    caller, hooks = Answering(Apply=[APPLIED, APPLIED], SampleProbe=[EngineError("the engine died"), PROBED]), Told()
-    hooks.repeats = repeats
-    orchestrator = orchestrator_of(caller, hooks)
-    orchestrator.update(3)
-    sampled = orchestrator.begin_probe(3)
-    if repeats:
-        assert sampled() == PROBE
-    else:
-        with pytest.raises(EngineError, match="the engine died"):
-            sampled()
-    again = [commands.Apply(ticket(3)), commands.SampleProbe()]
-    assert caller.sent[1:] == again * (1 + repeats)
 
 
 def test_an_update_is_not_published_a_third_time():
@@ -159,12 +142,11 @@ def test_where_the_weights_cannot_be_sent_the_engines_wait_for_them_is_cancelled
 WAITS = {
     "start": ("Start", lambda made: made.update(3), "the engine to start"),
     "update": ("Apply", lambda made: made.update(3), r"the engine to apply version 0\.3"),
-    "probe": ("SampleProbe", lambda made: made.begin_probe(3)(), "the engine to sample the probe of step 3"),
     "fence": ("Fence", lambda made: made.fence(), "the engine to pause"),
     "evaluate": ("Evaluate", lambda made: made.evaluate(3), "the evaluation of step 3"),
     "roll out": ("RollOut", lambda made: made.roll_out(3, [1], seed=0, temperature=0.5), "the rollouts of step 3"),
 }
-LIMITS = {"start": 0, "update": 1, "probe": 1, "fence": 1, "evaluate": 2, "roll out": 2}
+LIMITS = {"start": 0, "update": 1, "fence": 1, "evaluate": 2, "roll out": 2}
 
 
 @pytest.mark.parametrize("what", WAITS)

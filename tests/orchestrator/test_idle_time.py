@@ -113,7 +113,6 @@ async def test_the_executor_tells_of_updates_and_releases(clock):
     executor = executor_of(engine, Versions(engine, apply_timeout_s=1.0), probe=probe, idle=idle)
     idle.cut(0)
     await executor.do(commands.Apply(Ticket(Version(0, 1, "d"), "disk", "f", ())))
-    await executor.do(commands.SampleProbe())
     await executor.do(commands.Release(1))
     clock.now += 1
     found = idle.cut(1)

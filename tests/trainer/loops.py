@@ -105,15 +105,7 @@ class Engine:
 
     def update(self, step):
         self.calls.append(f"update {step}")
-
-    def begin_probe(self, step):
-        self.calls.append(f"sample {step}")
-
-        def sampled():
-            self.calls.append(f"probe {step}")
-            return [sequence(OURS + d, ids=ids) for d, ids in zip(self.differs, self.prompts, strict=False)]
-
-        return sampled
+        return [sequence(OURS + d, ids=ids) for d, ids in zip(self.differs, self.prompts, strict=False)]
 
     def fence(self):
         self.calls.append("fence")

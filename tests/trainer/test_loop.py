@@ -25,17 +25,14 @@ def collected(monkeypatch):
     return calls
 
 
-def update(step):
-    """Calls for a version without an evaluation: the engine goes on while its probe is compared."""
-    return [f"update {step}", f"sample {step}", f"release {step}", f"probe {step}"]
-
-
 def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_path, collected):
     run = finished(tmp_path)
-    steps = [[f"take {step}", "prepare 0.5", "fence", "commit", *update(step + 1)] for step in range(3)]
-    assert run.calls == [*update(0), *itertools.chain(*steps)]
-    synced = ["update", "batch", "probe"]
-    assert run.log.phases == [*synced, *["batch", "train", *synced] * 3, "checkpoint"]
+    steps = [
+        [f"take {step}", "prepare 0.5", "fence", "commit", f"update {step + 1}", f"release {step + 1}"]
+        for step in range(3)
+    ]
+    assert run.calls == ["update 0", "release 0", *itertools.chain(*steps)]
+    assert run.log.phases == ["update", "probe", *["batch", "train", "update", "probe"] * 3, "checkpoint"]
     assert run.log.repeated == ["train"] * 3
     assert collected == ["freeze", "unfreeze"]
     assert list(run.log.rows) == [0, 1, 2, 3]
@@ -94,7 +91,7 @@ def test_a_run_ends_at_its_time_limit(tmp_path):
     run = make_run(tmp_path, config=planned(training={"max_seconds": 100.0}), trained_s=100.0)
     assert run.loop.trained_s == 100.0, "before it begins"
     run.loop.run()
-    assert run.calls[-4:] == update(1)
+    assert run.calls[-2:] == ["update 1", "release 1"]
     assert run.log.of("time_limit") == [{"step": 1, "max_seconds": 100.0}]
     assert "the run ends at step 1: training.max_seconds = 100" in run.progress.messages
     assert run.loop.trained_s > 100.0
@@ -132,7 +129,7 @@ def test_checkpoints_have_their_clock_and_the_last_is_waited_for(tmp_path):
     run = make_run(tmp_path)
     run.loop.writer = Writer(run.calls)
     run.loop.run()
-    assert run.calls[:6] == [*update(0), "begin", "take 0"], "it starts when training begins"
+    assert run.calls[:4] == ["update 0", "release 0", "begin", "take 0"], "it starts when training begins"
     assert run.calls[-3:] == ["save 3 None True", "wait", "close"]
     assert run.calls.count("save 2 None False") == run.calls.count("wait") == 1
     stopped = make_run(tmp_path, should_stop=lambda: True)
@@ -296,7 +293,7 @@ def test_a_resumed_run_goes_on_where_the_first_one_was(tmp_path):
     assert (done.loop.step, done.learner.step, done.loop.writer.saved_step) == (2, 1, 2)
     assert done.loop.resumed.draws == Draws(4)
     done.loop.run()
-    assert done.calls == update(2)
+    assert done.calls == ["update 2", "release 2"]
     assert done.log.of("checkpoint") == [], "it has that already"
     again = finished(
         tmp_path,

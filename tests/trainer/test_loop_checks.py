@@ -118,12 +118,12 @@ def test_a_resume_makes_up_for_the_evaluation_that_was_cut_off(tmp_path):
     run = make_run(tmp_path, config=config)
     run.loop.step = 2
     run.loop.run()
-    assert run.calls[:6] == ["update 2", "sample 2", "probe 2", "evaluate 2", "release 2", "take 2"]
+    assert run.calls[:4] == ["update 2", "evaluate 2", "release 2", "take 2"]
     assert run.log.rows[2]["eval/accuracy"] == 0.0
     done = make_run(tmp_path / "done", config=config)
     done.loop.step, done.loop.evaluations.done_step = 2, 2
     done.loop.run()
-    assert done.calls[:5] == ["update 2", "sample 2", "release 2", "probe 2", "take 2"]
+    assert done.calls[:3] == ["update 2", "release 2", "take 2"]
 
 
 def test_the_last_version_is_evaluated_by_all_engines_on_resume_too(tmp_path):
@@ -132,7 +132,7 @@ def test_the_last_version_is_evaluated_by_all_engines_on_resume_too(tmp_path):
         run = make_run(tmp_path / str(steps), config=planned(training={"steps": steps}, evaluation=settings))
         run.loop.step, run.loop._trained_steps = 2, 1
         run.loop.run()
-        assert run.calls[:5] == ["update 2", "sample 2", "probe 2", call, "release 2"]
+        assert run.calls[:3] == ["update 2", call, "release 2"]
 
 
 def test_an_evaluation_that_ends_at_once_marks_the_checkpoint_that_was_just_written(tmp_path):

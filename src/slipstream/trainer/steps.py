@@ -11,7 +11,7 @@ only afterwards. A batch of rollouts older than `training.staleness` allows is r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -53,13 +53,9 @@ _ROWS_AT_ONCE = 16
 class Engine(Evaluates, Protocol):
     """The inference engine and its weight sync, as the loop uses them."""
 
-    def update(self, step: int) -> None:
-        """Publish the live weights as version `step`, and wait until they are applied and verified."""
-        ...
-
-    def begin_probe(self, step: int) -> Callable[[], list[records.Sequence]]:
-        """Have the engine sample the probe with version `step`, the one applied last, before what is asked for later.
-        The returned call waits for the sequences."""
+    def update(self, step: int) -> list[records.Sequence]:
+        """Publish the live weights as version `step`, wait until they are applied and verified, and return sequences
+        sampled with them (the probe)."""
         ...
 
     def fence(self) -> None:
@@ -244,18 +240,15 @@ class Steps:
 
     def synchronise(self, evaluate: bool, *, is_last: bool, change: Change | None = None) -> dict[str, float]:
         """Update the engine's weights, probe it, evaluate if asked, and release the version; returns metrics. Without
-        an evaluation rollouts begin before the probe ends. `is_last`: no step follows; `change`: see `Engine.release`.
-        """
+        an evaluation rollouts begin before the trainer's half of the probe. `is_last`: no step follows; `change`: see
+        `Engine.release`."""
         engine, is_early = self.engine, self.is_rl and not evaluate
         assert engine is not None
         self.progress.phase(update_phase(self.config))
         with self.log.phase("update"):
-            engine.update(self.step)
-            sampled = engine.begin_probe(self.step)
+            sequences = engine.update(self.step)
         if is_early:
             engine.release(self.step, change)
-        with self.log.phase("batch" if is_early else "update"):  # the probe comes with the next rollouts
-            sequences = sampled()
         with self.log.phase("probe"):
             metrics = self._probe(sequences)
         if evaluate:

@@ -67,13 +67,9 @@ class Settle(Command, frozen=True):
 
 
 class Apply(Command, frozen=True):
-    """Have the engine take a version and prove it; answered by `Applied`."""
+    """Have the engine take a version and prove it, then sample the probe; answered by `Applied`."""
 
     ticket: Ticket
-
-
-class SampleProbe(Command, frozen=True):
-    """Sample the probe with the version applied last; answered by `Probed`."""
 
 
 class Fence(Command, frozen=True):
@@ -173,7 +169,6 @@ AnyCommand = (
     | MakeBatch
     | Settle
     | Apply
-    | SampleProbe
     | Fence
     | GoOn
     | Release
@@ -209,14 +204,10 @@ class Applied(Answer, frozen=True):
     """The engine holds the version."""
 
     report: ApplyReport
+    probe: list[Sequence]
+    """Sequences sampled with it."""
     metrics: dict[str, float] = {}
     """Of several engines since the last update."""
-
-
-class Probed(Answer, frozen=True):
-    """Sequences of the probe: those of one engine, then of the next."""
-
-    sequences: list[Sequence]
 
 
 class Evaluated(Answer, frozen=True):
@@ -270,16 +261,5 @@ class TeacherDigest(Answer, frozen=True):
 
 
 AnyAnswer = (
-    Done
-    | Made
-    | Applied
-    | Probed
-    | Evaluated
-    | RolledOut
-    | Held
-    | Joined
-    | Shared
-    | NotShared
-    | EngineState
-    | TeacherDigest
+    Done | Made | Applied | Evaluated | RolledOut | Held | Joined | Shared | NotShared | EngineState | TeacherDigest
 )

@@ -66,10 +66,7 @@ class Executor:
             case commands.Apply(ticket):
                 with self.idle.updates:
                     report = await self.versions.apply(ticket)
-                    return commands.Applied(report, engine.take_metrics())
-            case commands.SampleProbe():
-                with self.idle.updates:
-                    return commands.Probed(await self.probe())
+                    return commands.Applied(report, await self.probe(), engine.take_metrics())
             case commands.Fence():
                 with self.idle.updates:
                     await self.versions.fence()

@@ -148,7 +148,7 @@ class Orchestrator:
     _has_started: bool = False
     _beside: _Beside | None = None
 
-    def update(self, step: int) -> None:
+    def update(self, step: int) -> list[TokenSequence]:
         """See the loop's `Engine`."""
         if not self._has_started:
             self._has_started = True
@@ -156,34 +156,14 @@ class Orchestrator:
                 self.caller.call(commands.Start(), commands.Done, self.waits.start_s, "the engine to start")
         self.hooks.before_update()
         try:
-            self._publish(step)
+            return self._publish_and_probe(step)
         except (EngineError, WeightsError) as error:
             if not self.hooks.repeats_update(error):
                 raise
-            self._publish(step)
+        return self._publish_and_probe(step)
 
-    def begin_probe(self, step: int) -> Callable[[], list[TokenSequence]]:
-        """See the loop's `Engine`. Does not wait."""
-        first = self.caller.submit(commands.SampleProbe())
-
-        def sampled(answer: Future[commands.AnyAnswer]) -> list[TokenSequence]:
-            waits_for = f"the engine to sample the probe of step {step}"
-            probed = self.caller.wait(answer, commands.Probed, self.waits.apply_s, waits_for, while_silent=True)
-            return probed.sequences
-
-        def wait() -> list[TokenSequence]:
-            try:
-                return sampled(first)
-            except (EngineError, WeightsError) as error:
-                if not self.hooks.repeats_update(error):
-                    raise
-            self._publish(step)
-            return sampled(self.caller.submit(commands.SampleProbe()))
-
-        return wait
-
-    def _publish(self, step: int) -> None:
-        """Publish the live weights, and have them applied."""
+    def _publish_and_probe(self, step: int) -> list[TokenSequence]:
+        """Publish the live weights, have them applied, and probe."""
         # The bridge decides when the engine begins to apply: after the files are complete, or before a collective.
         applying: list[Future[commands.AnyAnswer]] = []
 
@@ -204,6 +184,7 @@ class Orchestrator:
         waits_for = f"the engine to apply version {ticket.version.name}"
         answer = self.caller.wait(applying[0], commands.Applied, self.waits.apply_s, waits_for, while_silent=True)
         self.hooks.version_applied(answer.report, answer.metrics)
+        return answer.probe
 
     def mend(self, step: int) -> None:
         """Publish the live weights again, as version `step`, if lost servers are back without any."""
