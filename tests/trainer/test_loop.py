@@ -25,6 +25,19 @@ def collected(monkeypatch):
     return calls
 
 
+def test_rollouts_begin_before_the_trainer_compares_the_probe(tmp_path):
+    run = make_run(tmp_path)
+    release, compared = run.engine.release, []
+
+    def noting(step, change=None):
+        compared.append(len(run.learner.rows))
+        release(step, change)
+
+    run.engine.release = noting
+    run.loop.run()
+    assert compared == [0, 1, 2, 3]
+
+
 def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_path, collected):
     run = finished(tmp_path)
     steps = [

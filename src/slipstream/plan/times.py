@@ -31,8 +31,8 @@ PEAK_FLOPS = {"h100": 9.9e14, "h200": 9.9e14, "b200": 2.2e15, "a100": 3.1e14, "l
 SMALL_SHARE, SHARE, SMALL_PARAMETERS = 0.23, 0.47, 1e9
 """Parts of the peak in training on an H200: 0.5B (LoRA 0.22, all parameters 0.25), and 1.5B."""
 BATCH_S, DECODE_S, READ_RATE = 0.75, 2.8e-3, 4.3e12
-"""Generation on an H200: seconds of a batch, and of a token of all its sequences, and bytes a second of the weights
-(1.5B, 256 sequences of 256 and 512 tokens; 0.5B with LoRA needs 0.9 times as long)."""
+"""Generation on an H200: seconds of a batch, and of a token of all its sequences; bytes a second of the weights.
+Measured with 1.5B, 256 sequences of 256 and 512 tokens. 0.5B with LoRA needs 0.9 times as long."""
 UPDATE_S, TRAINER_START_S = 0.15, 30.0
 SHARED_TIMES = 1.25
 """Two runs on one H200 take that much longer (0.5B, LoRA: 1.22 to 1.31, four runs)."""

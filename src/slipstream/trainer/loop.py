@@ -1,8 +1,8 @@
 """The training loop of supervised fine-tuning and reinforcement learning.
 
-A step takes a batch, trains on it (`steps.py`) and, when an engine generates with these weights, publishes the
-new version, waits until the engine has applied and verified it, releases it for rollouts, and compares both sides'
-log-probabilities (the probe).
+A step takes a batch and trains on it (`steps.py`). When an engine generates with these weights, the step publishes the
+new version and waits until the engine has applied and verified it. It then releases the version for rollouts, and
+compares both sides' log-probabilities (the probe).
 Policy version k is the result of k steps; with staleness 0 version k generated the batch of the update k -> k + 1.
 
 The loop waits for the reader's next batch and for the engine's update, both with their own deadlines. It ends after the
