@@ -161,8 +161,8 @@ def test_an_estimate_is_corrected_by_the_last_run_of_its_shape(tmp_path, peaks, 
     assert found.seconds == 20.0
     shared = msgspec.structs.replace(ESTIMATE, is_shared=True)
     for name, estimate, start_s in (
-        ("beside", shared, {}),
         ("first", ESTIMATE, {"start vLLM: compile": 14.3, "start vLLM: capture graphs": 3.0}),
+        ("later", shared, {}),
     ):
         (tmp_path / name / "service").mkdir(parents=True)
         changed = msgspec.structs.replace(actual, start_s=start_s)
