@@ -5,6 +5,7 @@ import contextlib
 import threading
 from concurrent.futures import Future
 
+import psutil
 import pytest
 from benchmarks.event_loop import call
 
@@ -84,6 +85,12 @@ def test_a_thread_ends_with_its_last_work_and_all_others_cancelled(begun):
     assert thread.stop(last()) is True
     assert told == ["cancelled", "last"]
     assert not its.is_alive()
+
+
+def test_an_ended_thread_leaves_no_descriptors():
+    before = psutil.Process().num_fds()
+    assert EventLoopThread(lambda: False).stop(asyncio.sleep(0))
+    assert psutil.Process().num_fds() == before
 
 
 def test_a_call_that_a_stop_request_may_not_end_is_carried_out():

@@ -112,3 +112,6 @@ class EventLoopThread:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
+            if not self._thread.is_alive():
+                # It holds seven descriptors, and a process that trains often would run out of them.
+                self._loop.close()
