@@ -113,5 +113,5 @@ class EventLoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
             if not self._thread.is_alive():
-                # It holds seven descriptors, and a process that trains often would run out of them.
+                # It holds seven descriptors: many runs in one process would use up all.
                 self._loop.close()
