@@ -61,6 +61,8 @@ def test_the_start_after_the_first_one(stages, rest_s, next_s):
     names = ("start vLLM: import vLLM", "start vLLM: compile", "start vLLM: capture graphs")
     first = dict(zip(names, stages, strict=True))
     assert rest_s - first_start_s(first) == pytest.approx(next_s, abs=5)
+    replicas = {name.replace("vLLM:", "vLLM 0:"): seconds for name, seconds in first.items()}
+    assert first_start_s(replicas) == first_start_s(first)
     assert first_start_s(first | {"start vLLM: compile": 7.0}) == 0, "a slow import alone may be slow each time"
 
 

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.plan.times import SHARED_TIMES
+from slipstream.plan.times import shared as as_shared
 from slipstream.report.markup import Html
 from slipstream.service.figures import PRICE, Peaks, gpu_hour_price, measured
 from slipstream.service.page import run_page
@@ -79,6 +81,7 @@ def test_each_figure_of_the_record(folder):
     assert measured(folder, run, attempts).peaks_gib["host"] == 1.0, "the peak of an earlier attempt counts"
     seen = measured(folder, run, attempts, Peaks(gpu_bytes=9 * GIB))
     assert (seen.memory_gib, seen.peaks_gib["gpu"]) == (9.0, 9.0), "the whole run's, where the driver shows it"
+    assert measured(folder, run, attempts, Peaks(gpu_bytes=GIB)).memory_gib == 6.5, "a look came too late"
     page = run_page(shown(folder, record(state="done", attempts=attempts, actual=found)), b"", Html(""))
     assert page.index('id="checkpoints"') < page.index('id="output"')
     for text in ("load the model", "logs/teacher/engine.log", 'href="https://wandb.example/me/mine/runs/key"'):
@@ -172,3 +175,10 @@ def test_an_estimate_is_corrected_by_the_last_run_of_its_shape(tmp_path, peaks, 
     assert (found.how, found.rest_s) == ("as measured in first", 2.0), "alone, and the next one finds the compiled code"
     other = msgspec.structs.replace(ESTIMATE, shape="another")
     assert with_earlier(store, other) == other
+    (tmp_path / "other/service").mkdir(parents=True)
+    values |= {"actual": actual, "estimate": msgspec.structs.replace(other, is_shared=True)}
+    store.add(tmp_path / "other", record("other", **values))
+    found = with_earlier(store, other)
+    assert (found.step_s, found.is_shared) == (2.0 / SHARED_TIMES, False)
+    again = as_shared(as_shared(found), is_shared=False)
+    assert (again.seconds, again.how) == (pytest.approx(found.seconds), found.how)

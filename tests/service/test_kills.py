@@ -146,12 +146,16 @@ class Driver:
         )
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        self._program = program
         self.use(0, 0)
+
+    def hang(self):
+        self._program.write_text(f"#!/bin/sh\ntouch {self._folder}/asked\nexec sleep 600\n")
 
     def use(self, first, second, apps=""):
         rows = [f"GPU-{name}, 81920, {used * 1024}, NVIDIA H100\n" for name, used in (("a", first), ("b", second))]
         (self._folder / "gpus").write_text("".join(rows))
-        (self._folder / "apps").write_text(apps)
+        (self._folder / "apps").write_text(apps, errors="surrogateescape")
 
 
 @pytest.fixture
@@ -160,14 +164,26 @@ def driver(place, monkeypatch):
 
 
 def test_foreign_programs_are_seen_and_hidden_gpus_are_not_used(place, driver, monkeypatch):
-    driver.use(30, 0, "GPU-a, 77, 30720, /usr/bin/python3\n")
+    driver.use(30, 0, "GPU-a, 77, 30720, /usr/bin/caf\udce9\n")
     first, second = place.runs.places()
-    assert (first.total_gib, first.free_gib, first.others) == (80, 50, ("python3 (process 77)",))
+    assert (first.total_gib, first.free_gib, first.others) == (80, 50, ("caf\ufffd (process 77)",))
     assert (second.free_gib, second.others) == (80, ())
     name = place.submit("big", 5, Need(2, 60 * GIB, 55 * GIB))
     assert place.record(name).reason == "waits for 2 x 55.00 GiB of GPU memory; free: 50.00 GiB, 80.00 GiB"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.uuid for gpu in read_gpus()] == ["GPU-b"]
+
+
+@pytest.mark.service
+def test_a_driver_that_never_answers_holds_up_no_run(place, driver):
+    name = place.submit("run", 2_000, Need(1, 20 * GIB, 10 * GIB))
+    place.until(name, "running")
+    driver.hang()
+    until((place.folder / "asked").exists, 60)
+    place.runs.cancel(name)
+    begun = time.monotonic()
+    place.until(name, "cancelled")
+    assert time.monotonic() - begun < 15, "the answer is given up after 20 s"
 
 
 @pytest.mark.service

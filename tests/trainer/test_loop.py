@@ -35,7 +35,7 @@ def test_rollouts_begin_before_the_trainer_compares_the_probe(tmp_path):
 
     run.engine.release = noting
     run.loop.run()
-    assert compared == [0, 1, 2, 3]
+    assert compared == [1, 1, 2, 3], "the first one, with which a resume begins, is compared before"
 
 
 def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_path, collected):

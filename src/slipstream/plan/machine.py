@@ -96,7 +96,10 @@ def query_gpus(*queries: str) -> list[str]:
     for query in queries if program else ():
         command = [str(program), f"--query-{query}", "--format=csv,noheader,nounits"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_ASKING_S, check=False)
+            # A process may have any bytes for its name.
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_ASKING_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return []
         found.append(done.stdout if done.returncode == 0 else "")

@@ -36,6 +36,7 @@ Measured with 1.5B, 256 sequences of 256 and 512 tokens. 0.5B with LoRA needs 0.
 UPDATE_S, TRAINER_START_S = 0.15, 30.0
 SHARED_TIMES = 1.25
 """Two runs on one H200 take that much longer (0.5B, LoRA: 1.22 to 1.31, four runs)."""
+_SHARED = f"; {SHARED_TIMES:g} times as long, as another run has the GPU, too"
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -100,6 +101,7 @@ def estimate_run(config: PlannedConfig, facts: Facts, memory_bytes: int, mean_to
 
 def first_start_s(start_s: Mapping[str, float]) -> float:
     """Seconds that a start with these stages took as the first on its machine; 0 for one that found compiled code."""
+    start_s = {name.replace("vLLM 0:", "vLLM:"): seconds for name, seconds in start_s.items()}
     if start_s.get(_COMPILE, 0.0) < 2 * WARM_S[_COMPILE]:
         return 0.0
     return sum(max(0.0, start_s.get(name, 0.0) - warm_s) for name, warm_s in WARM_S.items())
@@ -112,13 +114,14 @@ def corrected(estimate: Estimate, step_s: float, rest_s: float, run: str, memory
     return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, memory_gib=memory_gib, how=how)
 
 
-def shared(estimate: Estimate) -> Estimate:
-    """The estimate of a run that shares a GPU with another."""
-    if estimate.is_shared:
+def shared(estimate: Estimate, *, is_shared: bool = True) -> Estimate:
+    """The estimate of a run that shares a GPU with another, or has it alone."""
+    if estimate.is_shared == is_shared:
         return estimate
-    step_s, rest_s = (None if each is None else each * SHARED_TIMES for each in (estimate.step_s, estimate.rest_s))
-    how = f"{estimate.how}; {SHARED_TIMES:g} times as long, as another run has the GPU, too"
-    return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, how=how, is_shared=True)
+    times = SHARED_TIMES if is_shared else 1 / SHARED_TIMES
+    step_s, rest_s = (None if each is None else each * times for each in (estimate.step_s, estimate.rest_s))
+    how = estimate.how + _SHARED if is_shared else estimate.how.removesuffix(_SHARED)
+    return msgspec.structs.replace(estimate, step_s=step_s, rest_s=rest_s, how=how, is_shared=is_shared)
 
 
 def engine_time_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:

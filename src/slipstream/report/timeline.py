@@ -112,11 +112,14 @@ def _lanes(steps: Sequence[StepTime], label: str) -> Html:
         spans.append((name, words, at, median[name]))
         at += median[name]
     after = median["batch"] + median["train"]
-    # Generation starts while a checkpoint is written, and without staleness ends before training.
-    busy = min(generate, after) if generate < total else total
+    # Generation starts beside the probe, goes on while a checkpoint is written, and without staleness ends before
+    # training.
+    early = min(generate, median["probe"])
+    busy = min(generate - early, after) if generate < total else total
     engine = [("generate", "generate", 0.0, busy)]
     if generate < total:
-        engine += [("idle", "idle", busy, after - busy), *spans[2:]]
+        _, update, (_, _, start, _) = spans[1:]
+        engine += [("idle", "idle", busy, after - busy), update, ("generate", "generate", start, early)]
     return h(
         "div.lanes",
         h("h3", "An ordinary step"),

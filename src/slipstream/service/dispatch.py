@@ -77,10 +77,9 @@ def _place(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
             record = update(folder, lambda now, start=start: _decided(now, start))
             if record.state == "preparing":
                 _start(provider, folder, record)
-    if choice.starts:
-        for name in _sharing(records, choice.starts):
-            with contextlib.suppress(SlipstreamError, OSError):
-                update(runs[name][0], _shared)
+    for name in _sharing(records, choice.starts):
+        with contextlib.suppress(SlipstreamError, OSError):
+            update(runs[name][0], _shared)
 
 
 def _sharing(records: Iterable[Record], starts: Iterable[Start]) -> set[str]:
@@ -93,7 +92,7 @@ def _sharing(records: Iterable[Record], starts: Iterable[Start]) -> set[str]:
 
 
 def _shared(record: Record) -> Record:
-    return record if record.has_ended else msgspec.structs.replace(record, estimate=shared(record.estimate))
+    return msgspec.structs.replace(record, estimate=shared(record.estimate))
 
 
 def _hand_over(provider: Provider, runs: Mapping[str, tuple[Path, Record]]) -> None:
@@ -128,6 +127,7 @@ def _decided(record: Record, start: Start) -> Record:
         state="preparing",
         reason="",
         launches=record.launches + 1,
+        estimate=shared(record.estimate, is_shared=False),
         leases=start.leases,
         not_before=0.0,
         attempts=(*record.attempts, attempt),

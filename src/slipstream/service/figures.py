@@ -103,7 +103,7 @@ def with_rows(found: Actual, rows: Rows, events: Rows) -> Actual:
         tokens_trained=trained,
         generated_per_s=_rate(generated, parts_s.get("generate")),
         trained_per_s=_rate(trained, parts_s.get("train")),
-        memory_gib=found.peaks_gib.get("gpu") or max(held, default=None),
+        memory_gib=max([*held, found.peaks_gib.get("gpu", 0.0)]) or None,
         peaks_gib={**found.peaks_gib, **peaks},
         wandb_url=urls[-1] if urls else "",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from slipstream.plan.machine import query_gpus
 from slipstream.service.allocation import Gpu, Process
@@ -17,11 +17,7 @@ def read_gpus() -> tuple[Gpu, ...]:
     answers = query_gpus(_GPUS, _PROCESSES)
     if not answers:
         return ()
-    processes: dict[str, list[Process]] = {}
-    for uuid, pid, size, name in _rows(answers[1], 4):
-        if pid.isdecimal():
-            used = int(size) << 20 if size.isdecimal() else 0
-            processes.setdefault(uuid, []).append(Process(int(pid), used, name.rpartition("/")[2]))
+    processes = _processes(answers[1])
     gpus = [
         Gpu(uuid, name, int(total) << 20, int(used) << 20, tuple(processes.get(uuid, ())))
         for uuid, total, used, name in _rows(answers[0], 4)
@@ -34,9 +30,20 @@ def read_gpus() -> tuple[Gpu, ...]:
     return tuple(gpu for index, gpu in enumerate(gpus) if any(_names(part, index, gpu.uuid) for part in named))
 
 
-def most_held(gpus: Iterable[Gpu], pids: Collection[int]) -> int:
+def held_bytes(pids: Collection[int]) -> int:
     """Bytes of these processes on the GPU where they hold most; 0 where the driver shows none of them."""
-    return max((sum(each.bytes for each in gpu.processes if each.pid in pids) for gpu in gpus), default=0)
+    processes = _processes("".join(query_gpus(_PROCESSES)))
+    return max((sum(each.bytes for each in own if each.pid in pids) for own in processes.values()), default=0)
+
+
+def _processes(text: str) -> dict[str, list[Process]]:
+    """The processes of each GPU, by its UUID."""
+    found: dict[str, list[Process]] = {}
+    for uuid, pid, size, name in _rows(text, 4):
+        if pid.isdecimal():
+            used = int(size) << 20 if size.isdecimal() else 0
+            found.setdefault(uuid, []).append(Process(int(pid), used, name.rpartition("/")[2]))
+    return found
 
 
 def _names(part: str, index: int, uuid: str) -> bool:

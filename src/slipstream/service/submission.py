@@ -20,7 +20,7 @@ from slipstream.config import Loaded, dump_given, load_config
 from slipstream.config.parse.load import DEFAULT, LAUNCHER
 from slipstream.errors import ConfigError
 from slipstream.names import model_name
-from slipstream.plan.times import Estimate, corrected, first_start_s
+from slipstream.plan.times import SHARED_TIMES, Estimate, corrected, first_start_s
 from slipstream.processes.files import write_whole
 from slipstream.runlog import holds_run, refuse_used
 from slipstream.runlog.files import SERVICE_FOLDER
@@ -140,5 +140,6 @@ def with_earlier(store: Store, estimate: Estimate) -> Estimate:
             has_all = "gpu" in actual.peaks_gib or "engine" not in actual.peaks_gib
             memory_gib = actual.memory_gib if has_all else None
             rest_s = max(0.0, (actual.rest_s or 0.0) - first_start_s(actual.start_s))
-            return corrected(estimate, actual.step_s, rest_s, record.id, memory_gib)
+            times = SHARED_TIMES if record.estimate.is_shared else 1.0
+            return corrected(estimate, actual.step_s / times, rest_s / times, record.id, memory_gib)
     return estimate

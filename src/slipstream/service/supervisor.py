@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from slipstream.service import dispatch
 from slipstream.service.allocation import CPU, Gpu
 from slipstream.service.ending import conclude, confirmed, exit_since
 from slipstream.service.figures import Peaks
-from slipstream.service.gpus import most_held, read_gpus
+from slipstream.service.gpus import held_bytes, read_gpus
 from slipstream.service.providers import all_providers
 from slipstream.service.records import Record
 from slipstream.service.store import OUTPUT, RUN_FILE, Store, record_of, update
@@ -51,7 +52,8 @@ class Supervisor:
         self._folder, self._launch = folder, launch
         self._own = own_handle()
         self._stop = 0
-        self._has_gpus, self._gpu_bytes, self._looked = False, 0, float("-inf")
+        self._gpu_bytes = 0
+        self._has_ended = threading.Event()
 
     def claim(self) -> Record | None:
         """Store this process's handle as the attempt's; None if the attempt is another's, or is over."""
@@ -86,6 +88,7 @@ class Supervisor:
                     code = confirmed(self._folder, self._watch(child, record.grace_s, uploads))
                 finally:
                     child.kill()
+                    self._has_ended.set()
                 if uploads is not None:
                     update(self._folder, _finalising)
                     is_finished = _has_finished(self._folder, record, code)
@@ -107,12 +110,13 @@ class Supervisor:
         environment = {**os.environ, **exits.SAFE_PATH}
         environment.pop(IN_USE, None)
         gpus = tuple(lease.place for lease in record.leases if lease.place != CPU)
-        self._has_gpus = bool(gpus)
         if gpus:
             environment[IN_USE] = json.dumps(granted(read_gpus(), record))
         resources = Resources(gpus=gpus)
         child = LOCAL.launch("slipstream.service.worker", arguments, environment, resources, output=self._output)
         self._store_worker(child)
+        if gpus:
+            threading.Thread(target=self._look_at_gpus, name="gpu-memory", daemon=True).start()
         return child
 
     def _store_worker(self, child: Child) -> None:
@@ -139,7 +143,6 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(_POLL_S)
             _reap(child.pid, uploads.pid if uploads is not None else None)
-            self._look_at_gpus()
             if uploads is not None:
                 uploads.look()
             is_over = uploads is not None and uploads.is_taken_over
@@ -152,9 +155,9 @@ class Supervisor:
                 update(self._folder, _running)
 
     def _look_at_gpus(self) -> None:
-        if self._has_gpus and time.monotonic() > self._looked + _LOOK_S:
-            self._gpu_bytes = max(self._gpu_bytes, most_held(read_gpus(), descendants()))
-            self._looked = time.monotonic()
+        """Follow the memory of the run's GPUs, in a thread: a driver may answer late, or never."""
+        while not self._has_ended.wait(_LOOK_S):
+            self._gpu_bytes = max(self._gpu_bytes, held_bytes(descendants()))
 
     def _start_waiting(self, record: Record) -> None:
         """Pass over the queue: another run may have the place, or this one may be due again after its wait."""

@@ -32,6 +32,7 @@ class Operation:
         self._opaque: Any = getattr(torch.ops.slipstream, name).default
         self._direct = function
         self._with_gradients = function
+        assert (keep is None) == (backward is None)
         if keep is not None and backward is not None:
             defined.register_autograd(backward, setup_context=keep)
             self._with_gradients = _function(name, function, keep, backward)

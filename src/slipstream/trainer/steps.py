@@ -240,10 +240,12 @@ class Steps:
 
     def synchronise(self, evaluate: bool, *, is_last: bool, change: Change | None = None) -> dict[str, float]:
         """Update the engine's weights, probe it, evaluate if asked, and release the version; returns metrics. Without
-        an evaluation rollouts begin before the trainer's half of the probe. `is_last`: no step follows; `change`: see
-        `Engine.release`."""
-        engine, is_early = self.engine, self.is_rl and not evaluate
+        an evaluation rollouts begin before the trainer's half of the probe, but in this process's first call.
+        `is_last`: no step follows; `change`: see `Engine.release`."""
+        engine = self.engine
         assert engine is not None
+        # A resume uses rollouts of the version it starts with: none may be from before that version's comparison.
+        is_early = self.is_rl and not evaluate and self._probed is not None
         self.progress.phase(update_phase(self.config))
         with self.log.phase("update"):
             sequences = engine.update(self.step)
