@@ -7,6 +7,7 @@ Guarantees: a failure there ends the wait at once with the failure itself; every
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -102,16 +103,16 @@ class EventLoopThread:
 
         if self._watch is not None:
             self._watch.end()
+        has_ended = False
         try:
             # Work that suppresses its cancellation or blocks the loop must not hide the error that ended the run.
-            self.submit(cancel_all()).result(timeout_s)
-        except FutureTimeout:
-            return False
-        else:
-            return True
+            with contextlib.suppress(FutureTimeout):
+                self.submit(cancel_all()).result(timeout_s)
+                has_ended = True
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
-            if not self._thread.is_alive():
+            if has_ended and not self._thread.is_alive():
                 # It holds seven descriptors: many runs in one process would use up all.
                 self._loop.close()
+        return has_ended

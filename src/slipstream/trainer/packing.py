@@ -343,7 +343,7 @@ def _micro_batch(
             start = len(token_ids) - shared
             add(batch.sequences[index], shared, target.length, segment if shared else None)
             predict_index += [(start if place > shared else origin) + place - 1 for place in target.positions]
-            target_ids += [ids[place] for place in target.positions]
+            target_ids += compress(ids, target.mask)
     if context is not None and (missing := -len(token_ids) % context.size):
         # Equal shards: a last segment without targets.
         add(records.Sequence([0] * missing, [False] * missing), 0, missing, None)
