@@ -81,7 +81,7 @@ def one_side(options: argparse.Namespace, group: Group, rank: int) -> dict[str, 
                 key = f"{shape} {direct} {bucket} {len(broadcast.messages(specs, group.rendezvous))} {size}"
                 found["passes"][key] = seconds[1:]
                 found["prints"][key] = fingerprints([Slice(tensor) for tensor in own.values()])
-                group._slots.clear()
+                group._buckets.clear()
         slices, times = [Slice(tensor) for tensor in own.values()], []
         for _ in range(3):
             began = time.perf_counter()

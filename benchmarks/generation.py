@@ -186,7 +186,7 @@ async def _round(host: Any, load: Load, number: int) -> tuple[float, float]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from slipstream.inference.plugin.patches.delivery import sampled_logprobs
+    from slipstream.inference.plugin.patches.undelivered import sampled_logprobs
 
     ours = bool(os.environ["VLLM_PLUGINS"])
     draw = random.Random(number)

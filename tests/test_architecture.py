@@ -171,6 +171,41 @@ def test_the_package_imports_no_benchmark():
     assert [(file, name) for file, name in found if name.split(".")[0] in benchmarks] == []
 
 
+OUTSIDE = [path for folder in ("benchmarks", "dev", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
+
+
+@functools.cache
+def names_in(module: str) -> set[str]:
+    """What a module of ours has at its top, and a package in its folder; empty for other modules."""
+    base = SOURCE.parent.joinpath(*module.split("."))
+    file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    if not file.is_file():
+        return set()
+    found = {path.stem for path in base.iterdir()} if base.is_dir() else set()
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.alias):
+            found.add(getattr(node, "asname", None) or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_that_programs_beside_the_package_use_are_there(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules, missing = {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "slipstream":
+            for alias in node.names:
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                missing += [] if alias.name in names_in(node.module) else [f"{node.module}.{alias.name}"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            known = names_in(modules.get(node.value.id, ""))
+            missing += [ast.unparse(node)] if known and node.attr not in known else []
+    assert missing == []
+
+
 @pytest.mark.parametrize("plug_in", PLUG_INS)
 def test_the_core_imports_nothing_of_a_plug_in(plug_in):
     found = {package_of(path) for path in FILES for _, name in imports(path) if name.split(".")[0] == plug_in}
