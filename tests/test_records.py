@@ -8,6 +8,7 @@ import pytest
 from slipstream.records import (
     Batch,
     Likeliest,
+    Message,
     Rollout,
     Sequence,
     Stream,
@@ -96,3 +97,12 @@ def test_streams_of_several_numbers_a_token_come_back_as_they_were():
     streams = decode(encode(batch), Batch).rollouts[0].sequences[0].streams
     assert [(each.width, len(each)) for each in streams.values()] == [(2, 2), (2, 2)]
     assert streams["teacher_top_ids"].tolist() == [3, 2**40, 1, 2]
+
+
+def test_unpaired_surrogates_in_texts_of_a_rollout_are_escaped():
+    turns = [Message("assistant", "a\ud83d", tool_calls=({"name": "\udc00"},))]
+    rollout = msgspec.structs.replace(BATCH.rollouts[0], error="a\ud83d", metrics={"\ud83d": 1.0}, turns=turns)
+    (found,) = msgspec.msgpack.decode(encode_rollouts([rollout]), type=list[Rollout])
+    assert found == rollout, "the rollout itself is changed, too"
+    assert (found.error, found.metrics) == ("a\\ud83d", {"\\ud83d": 1.0})
+    assert found.turns[0].tool_calls == ({"name": "\\udc00"},)

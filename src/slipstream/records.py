@@ -14,7 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import compress
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -552,14 +552,40 @@ def encode(record: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(record)
 
 
+def without_surrogates(value: Any) -> Any:
+    """`value` with every unpaired surrogate in its texts escaped, so that they can be encoded."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value).items()
+        return {without_surrogates(key): without_surrogates(item) for key, item in entries}
+    if isinstance(value, list | tuple):
+        items = cast("list[Any] | tuple[Any, ...]", value)
+        return type(items)(without_surrogates(item) for item in items)
+    if isinstance(value, msgspec.Struct):
+        fields = {name: without_surrogates(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    return value
+
+
 def encode_rollouts(rollouts: Collection[Rollout], *, keep: bool = False) -> bytes:
     """MessagePack bytes of a list of rollouts. With `keep` each keeps its own for `encode_kept`, and must not be
-    changed until then; a copy does not have them."""
-    encoded = [msgspec.msgpack.encode(rollout) for rollout in rollouts]
+    changed until then; a copy does not have them. Unpaired surrogates, as in the text of a reward's error, are escaped
+    in the rollouts too."""
+    encoded = [_encoded(rollout) for rollout in rollouts]
     if keep:
         for rollout, data in zip(rollouts, encoded, strict=True):
             vars(rollout)[_KEPT] = data
     return msgspec.msgpack.encode([msgspec.Raw(data) for data in encoded])
+
+
+def _encoded(rollout: Rollout) -> bytes:
+    try:
+        return msgspec.msgpack.encode(rollout)
+    except UnicodeEncodeError:
+        for name in rollout.__struct_fields__:
+            setattr(rollout, name, without_surrogates(getattr(rollout, name)))
+        return msgspec.msgpack.encode(rollout)
 
 
 def encode_kept(record: Any) -> bytes:

@@ -105,6 +105,11 @@ def test_what_would_change_a_row_and_cannot_be_read_is_refused(tmp_path, more, s
         read_conversations(write(tmp_path, GOOD | more))
 
 
+def test_a_null_is_named(tmp_path):
+    with pytest.raises(DataError, match="completion is null: fill it in or remove the row"):
+        read_conversations(write(tmp_path, {"prompt": "a", "completion": None}))
+
+
 def test_a_problem_has_its_rows_system_prompt_and_tools(tmp_path):
     tool = {"type": "function", "function": {"name": "add"}}
     (problem,) = read_problems(write(tmp_path, {**GOOD, "system": "Be brief.", "tools": [tool]}), Columns())

@@ -327,6 +327,7 @@ def test_a_text_that_goes_on_keeps_its_tokens(episode, taught):
         async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key) as client:
             text = "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
             for _ in range(3):
+                # A limit above the context is lowered to the run's, as one above that is.
                 options = {"model": MODEL, "prompt": text, "max_tokens": 5, "logprobs": 1}
                 text += (await client.completions.create(**options)).choices[0].text
             return text
@@ -346,6 +347,7 @@ def test_what_is_refused(episode, taught):
         good = {"authorization": f"Bearer {address.api_key}"}
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "go"}]}
         long = {**chat, "messages": [{"role": "user", "content": "go" * 2000}]}
+        text = {"model": MODEL, "prompt": "go"}
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         seen = [{"role": "user", "content": [image]}]
         async with aiohttp.ClientSession() as http:
@@ -356,6 +358,7 @@ def test_what_is_refused(episode, taught):
                 ("sessions", "POST", "/sessions-close", {}, good),
                 ("metrics", "GET", "/metrics", None, good),
                 ("another model", "POST", "/v1/chat/completions", {**chat, "model": "gpt-4o"}, good),
+                ("prompt", "POST", "/v1/completions", {**text, "echo": True, "logprobs": 1}, good),
                 ("two answers", "POST", "/v1/chat/completions", {**chat, "n": 2}, good),
                 ("too long", "POST", "/v1/chat/completions", long, good),
                 ("image", "POST", "/v1/chat/completions", {**chat, "messages": seen}, good),

@@ -12,7 +12,7 @@ from slipstream.config import load_settings
 from slipstream.config.python_objects import give, given, is_python_object, load, pack
 from slipstream.envs import SingleTurn, Task
 from slipstream.envs.base import Score
-from slipstream.envs.from_python import load_python_environment, pack_environment, pack_rows
+from slipstream.envs.from_python import RowEnvironment, load_python_environment, pack_environment, pack_rows
 from slipstream.envs.scoring.pool import ScorerPool
 from slipstream.errors import ConfigError, DataError, EnvironmentFault, SlipstreamError
 from slipstream.python import entry_points
@@ -125,12 +125,19 @@ def test_another_body_under_the_same_name_is_another_source():
         (({"prompt": "a"}, None, reward), "tasks is a dict"),
         (([], None, reward), "tasks holds no row"),
         ((["a"], None, reward), "row 0 of tasks is a str"),
-        ((tasks, None, lambda task, completion, lock=LOCK: 0.0), "cannot be sent to the run's process"),
+        ((tasks, None, lambda task, completion, lock=LOCK: 0.0), "or a function given with them, cannot be sent to the run's process"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, message):
     with pytest.raises(ConfigError, match=message):
         pack_environment(*arguments)
+
+
+def test_rows_of_one_prompt_are_trained_on():
+    """One prompt in ten is held out by its text; of one prompt alone, none."""
+    for number in range(40):
+        environment = RowEnvironment("tasks", [{"prompt": f"{number}", "answer": "1"}] * 3, None, "exact")
+        assert len(environment.tasks("train", 9)) == 3
 
 
 def test_a_row_without_a_prompt_is_named():

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -68,6 +69,30 @@ def test_only_a_wished_end_is_taken_for_one(job, ending, error):
             stopped.append(made.stop())
 
     assert made.follow(stop).error == error
+
+
+def test_the_status_before_the_run_has_a_folder(job, tmp_path):
+    seen, ending = [], "os._exit(130)"
+    lines = f"signal.signal(signal.SIGINT, lambda *_: {ending})\nprint('ready', flush=True)\ntime.sleep(600)"
+
+    def start():
+        made = job(lines)
+        wait = made._wait
+
+        def waiting(each):
+            while not made._tail:
+                time.sleep(0.01)
+            seen.append((run.status, run.is_running))
+            made.stop()
+            wait(each)
+
+        made._wait = waiting
+        return made
+
+    run = Run(tmp_path / "none", start)
+    run.follow()
+    assert seen == [("running", True)]
+    assert (run.status, run.is_running) == ("interrupted", False)
 
 
 def test_a_callback_is_given_whole_rows_of_its_own_call(job, tmp_path):

@@ -5,8 +5,10 @@ import contextlib
 import copy
 import importlib
 import json
+import math
 import re
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -187,9 +189,48 @@ def test_a_session_without_a_checkpoint_begins_again(opened, tmp_path):
 
 def test_state_that_cannot_be_kept(opened):
     with opened() as s:
-        s.state["what"] = object()
-        with pytest.raises(ConfigError, match=r"s\.state cannot be kept"):
-            s.save()
+        for bad in (object(), math.inf, math.nan, "\ud83d", {1, 2}):
+            s.state["what"] = bad
+            with pytest.raises(ConfigError, match=r"s\.state cannot be kept"):
+                s.save()
+
+
+def test_a_task_whose_rollouts_all_fail_has_an_empty_list(opened, model, tmp_path):
+    """Beside it the groups of the others are in the order of their tasks."""
+
+    def reward(task, completion):
+        return 1.0 if task.answer != "bad" else completion.no_such_attribute
+
+    tasks = [{"prompt": text, "answer": answer} for text, answer in (("one", "a"), ("two", "bad"), ("three", "b"))]
+    settings = {"run": {"threads": 1}, "evaluation": False, "environment": {"max_reward_failures": 1.0}}
+    with slipstream.session(
+        model=model, tasks=tasks * 20, reward=reward, steps=1, folder=tmp_path / "own", progress=False, **settings
+    ) as s:
+        groups = s.rollouts(tasks, n=2)
+    assert [len(group) for group in groups] == [2, 0, 2]
+    assert [group[0].prompt for group in groups if group] == ["one", "three"]
+
+
+@pytest.mark.parametrize("reward", [math.nan, None, "1", torch.zeros(2)])
+def test_a_changed_reward_is_a_number(opened, reward):
+    with opened() as s:
+        groups = s.rollouts()
+        groups[0][0].reward = torch.tensor(2.0)
+        groups[0][1].reward = True
+        assert s.train(groups[:1])["reward/max"] == 2.0
+        groups[1][0].reward = reward
+        with pytest.raises(ConfigError, match=r"rollout \S+ has the reward .*: give a finite number"):
+            s.train(groups[1:], "sft")
+
+
+def test_a_session_that_was_left_open_ends_with_the_program(opened, tmp_path):
+    s = opened()
+    s.__enter__()
+    s.sync()
+    with pytest.warns(UserWarning, match="a session was open at the end of the program"):
+        importlib.import_module("slipstream.python.session")._close(weakref.ref(s))
+    assert not s.is_open
+    assert read_exit(tmp_path / "session").status == "finished"
 
 
 async def test_coroutines_leave_the_event_loop_alone(opened, run_file, tmp_path):

@@ -57,8 +57,8 @@ def pack(label: str, value: Any, *sources: Any) -> PythonObject:
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{label} cannot be sent to the run's process ({reason}): open files, connections and locks inside the "
-            "function, or give an environment's file by its path"
+            f"{label}, or a function given with them, cannot be sent to the run's process ({reason}): open files, "
+            "connections and locks inside the function, or give an environment's file by its path"
         ) from error
     return PythonObject(f"{PREFIX}{label}@{digest}", data, tuple(path for path in sys.path if path))
 

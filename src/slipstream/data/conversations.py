@@ -148,6 +148,9 @@ def plain_conversation(row: Row, columns: Columns, *, is_judged: bool = False) -
         prompt = columns.prompt or first_of(row.values, PROMPTS)
         completion = columns.answer or first_of(row.values, COMPLETIONS)
         if not prompt or not completion:
+            for found, names in ((prompt, PROMPTS), (completion, COMPLETIONS)):
+                if not found and (empty := next((name for name in names if name in row.values), "")):
+                    raise DataError(f"{where}: {empty} is null: fill it in or remove the row")
             keys = ", ".join(sorted(row.values)) or "none"
             raise DataError(f"{where} has the keys {keys}: give {_FORMS}, or name the columns in [data]")
         turns = [

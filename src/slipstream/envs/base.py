@@ -32,6 +32,8 @@ Split = Literal["train", "eval"]
 MAX_METRICS = 64
 """Most metrics of one reward: each becomes a metric of the run."""
 _MAX_NAME = 100
+_LARGEST = 3.4e38
+"""A number's largest size: what is trained on is float32."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -421,4 +423,6 @@ def _finite(value: object, name: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise RewardFailed(f"the reward returned {name} = {number}, which is not finite: return a finite number")
+    if abs(number) > _LARGEST:
+        raise RewardFailed(f"the reward returned {name} = {number:g}, and float32 ends at {_LARGEST:g}: scale it down")
     return number

@@ -64,7 +64,7 @@ class _Graded(SingleTurn):
 
 
 class RowEnvironment(_Graded):
-    """Rows in memory. Without `eval_rows` one prompt in ten is held out, by its text."""
+    """Rows in memory. Without `eval_rows` one prompt in ten is held out, by its text, but never all."""
 
     def __init__(
         self,
@@ -79,6 +79,8 @@ class RowEnvironment(_Graded):
         train = self._tasks_of(rows, "train")
         if eval_rows is None:
             self._splits = {split: [task for task in train if split_of(text_of(task)) == split] for split in _SPLITS}
+            if not self._splits["train"]:  # few rows of one prompt, perhaps to overfit it
+                self._splits = {"train": train, "eval": []}
         else:
             self._splits = {"train": train, "eval": self._tasks_of(eval_rows, "eval")}
         self._source = "" if eval_rows is not None else "one row in ten, by its text"

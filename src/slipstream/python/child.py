@@ -16,9 +16,8 @@ from slipstream.errors import Interrupted, SlipstreamError, StartsAgain
 from slipstream.processes import lifeline
 from slipstream.processes.exits import leave
 from slipstream.python.protocol import Call, Outcome
-from slipstream.records import Rollout
+from slipstream.records import Rollout, without_surrogates
 from slipstream.runlog import sample_of
-from slipstream.runlog.files import without_surrogates
 from slipstream.runlog.redaction import hide_userinfo
 
 _OF_A_RUN = ("step", "version", "sequences")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ def as_rollouts(data: Trained, step: int, *, needs_advantages: bool = False) -> 
     found: list[Rollout] = []
     for number, each in enumerate(_flat(data)):
         if isinstance(each, Rollout):
+            each.reward = _number(each)
             found.append(each)
             continue
         if needs_advantages and "advantages" not in each.streams:
@@ -31,6 +33,18 @@ def as_rollouts(data: Trained, step: int, *, needs_advantages: bool = False) -> 
     if not found:
         raise ConfigError("there is nothing to train on: give at least one rollout or sequence")
     return found
+
+
+def _number(rollout: Rollout) -> float:
+    """The rollout's reward, which the caller may have changed: to a number of any library."""
+    given: Any = rollout.reward
+    try:
+        number = math.nan if isinstance(given, str | bytes) else float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"rollout {rollout.id} has the reward {given!r:.80}: give a finite number")
+    return number
 
 
 def _flat(data: Any) -> list[Rollout | TokenSequence]:

@@ -144,6 +144,7 @@ class Run:
         self._called = -1
         """The last step that `on_step` was called with."""
         self._error: BaseException | None = None
+        self._was_interrupted = False
         self._ended = threading.Event()
         self._job = start() if start is not None else None
         if self._job is None:
@@ -157,7 +158,9 @@ class Run:
     @property
     def status(self) -> str:
         """As `slipstream runs` shows it: running, finished, interrupted, failed or killed."""
-        return summarize(self.folder).status if self.folder.exists() else "failed"
+        if holds_run(self.folder):
+            return summarize(self.folder).status
+        return "running" if not self._ended.is_set() else "interrupted" if self._was_interrupted else "failed"
 
     @property
     def step(self) -> int:
@@ -243,7 +246,8 @@ class Run:
         try:
             outcome = self._job.follow(self._call_back)
             self.summary = outcome.summary
-            if outcome.error and outcome.error != "Interrupted":
+            self._was_interrupted = outcome.error == "Interrupted"
+            if outcome.error and not self._was_interrupted:
                 self._error = error_of(outcome)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             self._error = error

@@ -8,19 +8,23 @@ of each group whether it was trained on.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
+import threading
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import msgspec
-
 from slipstream.config.sft import SFTConfig
-from slipstream.errors import ConfigError, SlipstreamError, TrainingError
+from slipstream.errors import ConfigError, SlipstreamError, TrainingError, one_line
 from slipstream.python.groups import Groups, Trained, as_rollouts
 from slipstream.records import Batch, Message, Rollout, Task, Version
 
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from slipstream.config import Loaded, PlannedConfig
     from slipstream.launch.run import Parts
     from slipstream.launch.session import OpenSession
-    from slipstream.orchestrator.control.commands import AnyAnswer
+    from slipstream.orchestrator.control.commands import AnyAnswer, MakeBatch
     from slipstream.orchestrator.control.handle import Orchestrator
     from slipstream.progress import Progress
     from slipstream.trainer.chosen_loss import Loss
@@ -72,6 +76,9 @@ class Session:
         if self._open is not None or self._ended is not None:
             raise ConfigError("a session is opened once: call slipstream.session(...) again")
         self._open = self._exits.enter_context(open_session(self._loaded, self._progress))
+        # When the functions of `atexit` are called, no thread can be used any more, and the end needs some.
+        at_exit: Any = getattr(threading, "_register_atexit", atexit.register)
+        at_exit(partial(_close, weakref.ref(self)))
         return self
 
     def __exit__(
@@ -102,6 +109,11 @@ class Session:
                 self._write_row()
         finally:
             self._steps.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its engine runs."""
+        return self._open is not None
 
     @property
     def step(self) -> int:
@@ -144,13 +156,15 @@ class Session:
         """Make `n` rollouts of each task by the engine's weights, and grade them: one list for each task.
 
         `tasks`: tasks of `s.tasks`, or dictionaries with `prompt` and perhaps `answer`; by default the run's own
-        `training.prompts_per_batch` tasks of this step. `n`: by default `algorithm.group_size`. Failed
-        rollouts are left out, and counted as `dropped/...`. Raises ConfigError if the engine's version is too old."""
+        `training.prompts_per_batch` tasks of this step. `n`: by default `algorithm.group_size`. Failed rollouts are
+        left out, and counted as `dropped/...`; the list of a given task may be empty. Raises ConfigError if the
+        engine's version is too old."""
         steps, engine = self._synchronised(), self._engine
         self._refuse_old_engine()
         self._write_row()
         self._settle(self._groups.take_older(self._oldest))
-        return self._taken(engine.ask(self._command(steps.step, self._synced, self._tasks_of(tasks), n)))
+        command = self._command(steps.step, self._synced, self._tasks_of(tasks), n)
+        return self._taken(engine.ask(command), command)
 
     def stream(
         self, tasks: Iterable[Task | Mapping[str, Any]] | None = None, n: int | None = None
@@ -162,7 +176,7 @@ class Session:
         up to `training.steps`. Rollouts in the making are cancelled at the end of the loop."""
         steps, engine = self._synchronised(), self._engine
         training, source = self._config.training, None if tasks is None else iter(tasks)
-        asked: deque[Future[AnyAnswer]] = deque()
+        asked: deque[tuple[Future[AnyAnswer], MakeBatch]] = deque()
         number, first = steps.step, steps.resumed.step
         try:
             while True:
@@ -176,16 +190,17 @@ class Session:
                     )
                     if source is not None and not batch:
                         break
-                    asked.append(engine.ask(self._command(step, max(first, step - training.staleness), batch, n)))
+                    command = self._command(step, max(first, step - training.staleness), batch, n)
+                    asked.append((engine.ask(command), command))
                     number = step + 1
                 if not asked:
                     return
                 self._refuse_old_engine()
                 self._write_row()
                 self._settle(self._groups.take_older(self._oldest))
-                yield self._taken(asked.popleft())
+                yield self._taken(*asked.popleft())
         finally:
-            for answer in asked:
+            for answer, _ in asked:
                 answer.cancel()
 
     def train(self, data: Trained, loss: Loss | None = None) -> dict[str, float]:
@@ -270,9 +285,10 @@ class Session:
         once it is whole. Raises ConfigError if `state` is no JSON."""
         steps = self._begun
         try:
-            msgspec.json.encode(self.state)
-        except TypeError as error:
-            raise ConfigError(f"s.state cannot be kept ({error}): use texts, numbers, lists and dictionaries") from None
+            json.dumps(self.state, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            kept = "texts, finite numbers, lists and dictionaries"
+            raise ConfigError(f"s.state cannot be kept ({one_line(error)}): use {kept}") from None
         self._write_row()
         steps.state = self.state
         steps.save(last=True)
@@ -347,7 +363,7 @@ class Session:
         steps = self._begun
         refuse_stale(rollouts, steps.step, steps.log.lineage, self._config.training.staleness)
 
-    def _command(self, step: int, oldest: int, tasks: list[Task], n: int | None) -> Any:
+    def _command(self, step: int, oldest: int, tasks: list[Task], n: int | None) -> MakeBatch:
         from slipstream.orchestrator.control.commands import MakeBatch
 
         if n is not None and n < 1:
@@ -373,8 +389,8 @@ class Session:
         made = with_schemas(environment, new)
         return [own if isinstance(raw, Task) else other for raw, own, other in zip(given, new, made, strict=True)]
 
-    def _taken(self, answer: Future[AnyAnswer]) -> list[list[Rollout]]:
-        """The groups of a batch, once it is made."""
+    def _taken(self, answer: Future[AnyAnswer], command: MakeBatch) -> list[list[Rollout]]:
+        """The groups of a batch, once it is made; of given tasks one for each."""
         with self._begun.log.phase("batch"):
             batch = self._engine.take(answer, self._begun.step)
         if self._config.inference.sleep:
@@ -384,7 +400,13 @@ class Session:
         self._made |= batch.metrics
         for reason, count in batch.dropped.items():
             self._dropped[reason] = self._dropped.get(reason, 0) + count
-        return groups
+        if not command.tasks:
+            return groups
+        from slipstream.orchestrator.batches.batcher import group_name
+
+        found = {group[0].group_id: group for group in groups}
+        names = (group_name(command.step, command.first + place) for place in range(len(command.tasks)))
+        return [found.get(name, []) for name in names]
 
     def _objective(self, loss: Loss | None) -> Objective | None:
         from slipstream.trainer.chosen_loss import objective_of
@@ -421,3 +443,10 @@ class Session:
         if row:
             self._begun.report(row)
             self._begun.observe(row)
+
+
+def _close(session: weakref.ref[Session]) -> None:
+    """Close a session that is open at the end of the program."""
+    if (left := session()) is not None and left.is_open:
+        warnings.warn("a session was open at the end of the program, and is closed: use `with`", stacklevel=1)
+        left.__exit__(None, None, None)

@@ -17,7 +17,7 @@ import tomllib
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -267,15 +267,3 @@ def try_lock(handle: int, kind: int) -> bool:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
         return True
     return False
-
-
-def without_surrogates(value: Any) -> Any:
-    """`value` with every unpaired surrogate in its texts escaped, so that they can be encoded."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        entries = cast("dict[Any, Any]", value).items()
-        return {without_surrogates(key): without_surrogates(item) for key, item in entries}
-    if isinstance(value, list | tuple):
-        return [without_surrogates(item) for item in cast("list[Any]", value)]
-    return value

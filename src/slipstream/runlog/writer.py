@@ -22,7 +22,7 @@ import msgspec
 from slipstream.errors import ConfigError, FailureClass, Interrupted, SlipstreamError
 from slipstream.processes.files import cannot_write, reserve, write_whole
 from slipstream.processes.heartbeat import LEAST_LIMITS_S, LIMIT_FACTOR, MIN_REPEATS, REPEATED
-from slipstream.records import Ticket
+from slipstream.records import Ticket, without_surrogates
 from slipstream.runlog.files import (
     LOCK_FILE,
     SERVICE_FOLDER,
@@ -31,7 +31,6 @@ from slipstream.runlog.files import (
     Row,
     read_lines,
     refuse_in_use,
-    without_surrogates,
 )
 from slipstream.runlog.reader import (
     ExitReport,
@@ -139,7 +138,7 @@ class RunLog:
         refuse_in_use(folder)
         if resume:
             if not (folder / _EVENTS).is_file():
-                raise ConfigError(f"{folder} holds no run to resume: name a run's folder or leave out --resume")
+                raise ConfigError(f"{folder} holds no run to resume: name a run's folder, or begin a new run")
         else:
             refuse_used(folder)
         try:

@@ -184,6 +184,8 @@ class Recording:
         ours = self._session.opening.sampling
         if params.n != 1:
             raise Refusal(f"n = {params.n} cannot be recorded: send the request as often")
+        if params.prompt_logprobs is not None:
+            raise Refusal("log-probabilities of the prompt cannot be recorded: leave echo or logprobs out")
         limits = [ours.max_tokens, room, *([params.max_tokens] if params.max_tokens is not None else [])]
         stop = [*ours.stop, *(params.stop or ())]
         self._is_whole = params.output_kind.name == "FINAL_ONLY" and not stop and params.logprobs is None

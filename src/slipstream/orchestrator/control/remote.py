@@ -28,7 +28,7 @@ from slipstream.orchestrator.control.executor import Executor
 from slipstream.orchestrator.control.handle import Caller
 from slipstream.orchestrator.thread import POLL_S
 from slipstream.processes import heartbeat
-from slipstream.runlog.files import without_surrogates
+from slipstream.records import without_surrogates
 from slipstream.transport import Transport, TransportAway, TransportClosed, TransportLost, Unreachable
 
 _SILENCE_S = 60.0

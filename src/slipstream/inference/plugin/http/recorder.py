@@ -38,7 +38,7 @@ class Recorder:
         except (ValueError, AttributeError, TypeError):  # vLLM says what is wrong with it
             await self._app(scope, replaying(body, receive), send)
             return
-        is_changed = _lets_choose(fields)
+        is_changed = _lets_choose(fields) | _limits(fields, session.opening.sampling.max_tokens)
         if fields.get("model") in session.opening.names:
             fields["model"], is_changed = self._model, True
         if is_changed:
@@ -82,6 +82,14 @@ def _lets_choose(fields: dict[str, Any]) -> bool:
         {"type": "auto"} if isinstance(choice, dict) and choice.get("type") != "function" else "auto"
     )
     return True
+
+
+def _limits(fields: dict[str, Any], most: int) -> bool:
+    """Lower limits of tokens to the run's: vLLM refuses one above the context; whether one was."""
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    higher = [name for name in names if isinstance(fields.get(name), int) and fields[name] > most]
+    fields.update(dict.fromkeys(higher, most))
+    return bool(higher)
 
 
 async def _refuse(send: Send, status: int, text: str) -> None:
