@@ -327,7 +327,6 @@ def test_a_text_that_goes_on_keeps_its_tokens(episode, taught):
         async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key) as client:
             text = "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
             for _ in range(3):
-                # A limit above the context is lowered to the run's, as one above that is.
                 options = {"model": MODEL, "prompt": text, "max_tokens": 5, "logprobs": 1}
                 text += (await client.completions.create(**options)).choices[0].text
             return text
@@ -339,6 +338,18 @@ def test_a_text_that_goes_on_keeps_its_tokens(episode, taught):
     sizes = [len(turn.completion.token_ids) for turn in episode.turns]
     assert [row.num_trainable for row in episode.rows] == [sizes[0] + sizes[1], sizes[2]]
     episode.check(taught, num_rows=2)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_above_the_context_becomes_the_runs(episode, taught, name):
+    async def agent(address):
+        async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key) as client:
+            messages = [{"role": "user", "content": "go"}]
+            await client.chat.completions.create(model=MODEL, messages=messages, **{name: 1_000_000})
+
+    episode.play(agent)
+    assert 1 <= len(episode.turns[0].completion.token_ids) <= SAMPLING.max_tokens
+    episode.check(taught)
 
 
 def test_what_is_refused(episode, taught):

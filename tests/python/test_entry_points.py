@@ -125,7 +125,10 @@ def test_another_body_under_the_same_name_is_another_source():
         (({"prompt": "a"}, None, reward), "tasks is a dict"),
         (([], None, reward), "tasks holds no row"),
         ((["a"], None, reward), "row 0 of tasks is a str"),
-        ((tasks, None, lambda task, completion, lock=LOCK: 0.0), "or a function given with them, cannot be sent to the run's process"),
+        (
+            (tasks, None, lambda task, completion, lock=LOCK: 0.0),
+            "or a function given with them, cannot be sent to the run's process",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, message):
