@@ -229,7 +229,6 @@ def test_a_session_that_was_left_open_ends_with_the_program(opened, tmp_path):
     s.sync()
     with pytest.warns(UserWarning, match="a session was open at the end of the program"):
         importlib.import_module("slipstream.python.session")._close(weakref.ref(s))
-    assert not s.is_open
     assert read_exit(tmp_path / "session").status == "finished"
 
 

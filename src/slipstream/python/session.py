@@ -111,11 +111,6 @@ class Session:
             self._steps.close()
 
     @property
-    def is_open(self) -> bool:
-        """Whether its engine runs."""
-        return self._open is not None
-
-    @property
     def step(self) -> int:
         """Batches trained on."""
         if self._ended is not None:
@@ -447,6 +442,6 @@ class Session:
 
 def _close(session: weakref.ref[Session]) -> None:
     """Close a session that is open at the end of the program."""
-    if (left := session()) is not None and left.is_open:
+    if (left := session()) is not None and left._open is not None:
         warnings.warn("a session was open at the end of the program, and is closed: use `with`", stacklevel=1)
         left.__exit__(None, None, None)
