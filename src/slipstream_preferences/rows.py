@@ -38,7 +38,8 @@ def pair(row: Row, columns: Columns) -> tuple[Judged, set[str]]:
         both, read = [*both, turns], read | used
     num_shared = next((place for place, (one, other) in enumerate(zip(*both, strict=False)) if one != other), -1)
     if num_shared < 0:
-        raise DataError(f"{where}: one of chosen and rejected is the beginning of the other: give two that differ")
+        how = "chosen and rejected are equal" if both[0] == both[1] else "one of chosen and rejected begins the other"
+        raise DataError(f"{where}: {how}: give two that differ")
     if not num_shared:
         raise DataError(f"{where}: chosen and rejected begin with different messages: give both the same prompt")
     chosen, rejected = (_masked(turns, num_shared, where) for turns in both)

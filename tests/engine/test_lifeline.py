@@ -62,6 +62,19 @@ def test_a_child_that_follows_its_parent():
             time.sleep(0.05)
 
 
+def test_a_server_outlives_its_parent():
+    lines = "lifeline.outlive_parent(); lifeline.follow_parent(); "
+    command = [sys.executable, "-c", PARENT.replace("lifeline.follow_parent(); ", lines)]
+    # The child has this standard error, too, for which `run` would wait.
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=60)
+    child = psutil.Process(int(result.stdout))
+    try:
+        time.sleep(2)
+        assert child.status() != psutil.STATUS_ZOMBIE
+    finally:
+        child.kill()
+
+
 SHARING = """
 import multiprocessing, os, sys, time
 from multiprocessing import resource_tracker

@@ -74,7 +74,11 @@ def test_labelled_completions(form, label, tmp_path):
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is an empty text"),
         ("dpo", {"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen = 3 is a number"),
         ("dpo", {"chosen": [USER, GOOD], "rejected": [BAD]}, "begin with different messages"),
-        ("dpo", {"chosen": [USER, GOOD, USER], "rejected": [USER, GOOD, USER, BAD]}, "the beginning of the other"),
+        (
+            "dpo",
+            {"chosen": [USER, GOOD, USER], "rejected": [USER, GOOD, USER, BAD]},
+            "one of chosen and rejected begins the other",
+        ),
         ("dpo", {"chosen": [USER, GOOD], "rejected": [USER, USER]}, "has no assistant message"),
         ("kto", {"prompt": "a", "completion": "b"}, "has no label, but the keys completion, prompt"),
         ("kto", {"prompt": "a", "completion": "b", "label": "good"}, "has label = 'good'"),

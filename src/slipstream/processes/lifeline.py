@@ -44,6 +44,12 @@ def follow_parent() -> None:
     threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
+def outlive_parent() -> None:
+    """Stay when the parent ends, as a server: `follow_parent` has no effect in this process, and has in those that it
+    starts."""
+    _following.add(os.getpid())
+
+
 class Parent:
     """The process that started this one: its messages, and this one's answers. When its end of the channel closes, as
     the kernel does however it ends, this process's whole group is killed. (PR_SET_PDEATHSIG would follow the *thread*

@@ -111,6 +111,7 @@ def run_server(text: str) -> int:
     """Be a server with the settings in this JSON text; returns the exit code."""
     for number in (signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    lifeline.outlive_parent()  # a shell; vLLM registers its plugins in this process, too
     folder = private_folder("engine")
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
     doors: serving.Doors | None = None
