@@ -45,8 +45,7 @@ def follow_parent() -> None:
 
 
 def outlive_parent() -> None:
-    """Stay when the parent ends, as a server: `follow_parent` has no effect in this process, and has in those that it
-    starts."""
+    """A server stays when its parent ends: `follow_parent` has no effect in this process."""
     _following.add(os.getpid())
 
 
