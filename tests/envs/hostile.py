@@ -71,6 +71,7 @@ def returns(what):
         "true": True,
         "float32": numpy.float32(0.1),
         "int64": numpy.int64(-7),
+        "largest": 3.4e38,
         "huge": 1e308,
         "tiny": 5e-324,
         "third": fractions.Fraction(1, 3),

@@ -26,12 +26,14 @@ VALUES = {
     "returns true": 1.0,
     "returns float32": float(numpy.float32(0.1)),
     "returns int64": -7.0,
-    "returns huge": 1e308,
+    "returns largest": 3.4e38,
     "returns tiny": 5e-324,
     "returns third": 1 / 3,
     "returns odd_keys": 0.5,
     "returns sixty_keys": 0.5,
-    **dict.fromkeys((f"returns {what}" for what in ("nan", "inf_metric", "beyond", "none", "text")), RewardFailed),
+    **dict.fromkeys(
+        (f"returns {what}" for what in ("nan", "inf_metric", "beyond", "huge", "none", "text")), RewardFailed
+    ),
     **dict.fromkeys((f"returns {what}" for what in ("complex", "decimal", "list", "array", "class")), RewardFailed),
     **dict.fromkeys((f"returns {what}" for what in ("generator", "no_key", "nested")), RewardFailed),
     **dict.fromkeys((f"returns {what}" for what in ("many_keys", "long_key")), RewardFailed),
