@@ -16,7 +16,7 @@ from slipstream.report import write_report
 from slipstream.report.markup import data, h
 from slipstream.report.plot import linear_scale, log_scale, step_scale, y_labels
 from slipstream.report.series import GROUPS, MAX_POINTS, Line, series_of
-from slipstream.report.timeline import MAX_BARS, step_times
+from slipstream.report.timeline import MAX_BARS, StepTime, _lanes, step_times
 from slipstream.runlog import read_run
 from slipstream.runlog.ledger import Ledger
 from tests.report.conftest import HOSTILE
@@ -241,6 +241,12 @@ def test_a_step_is_made_of_its_phases(write):
     assert all(sum(step.phases.values()) == pytest.approx(step.wall) for step in steps)
     assert "generate" not in steps[1].phases
     assert steps[1].generate == 1.0
+
+
+def test_the_engine_generates_while_the_trainer_compares_the_probe():
+    phases = {"batch": 3.0, "train": 4.0, "update": 2.0, "probe": 1.0}
+    lanes = str(_lanes([StepTime(1, 10.0, phases, 3.5)], "wait for rollouts"))
+    assert 'aria-label="generate 2.5 s, idle 4.5 s, update 2.0 s, generate 1.0 s"' in lanes
 
 
 def test_the_ranges_of_the_ratio_are_those_that_are_measured():

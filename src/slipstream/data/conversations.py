@@ -148,9 +148,8 @@ def plain_conversation(row: Row, columns: Columns, *, is_judged: bool = False) -
         prompt = columns.prompt or first_of(row.values, PROMPTS)
         completion = columns.answer or first_of(row.values, COMPLETIONS)
         if not prompt or not completion:
-            for found, names in ((prompt, PROMPTS), (completion, COMPLETIONS)):
-                if not found and (empty := next((name for name in names if name in row.values), "")):
-                    raise DataError(f"{where}: {empty} is null: fill it in or remove the row")
+            _refuse_null(row, prompt, PROMPTS)
+            _refuse_null(row, completion, COMPLETIONS)
             keys = ", ".join(sorted(row.values)) or "none"
             raise DataError(f"{where} has the keys {keys}: give {_FORMS}, or name the columns in [data]")
         turns = [
@@ -240,9 +239,8 @@ def _plain_problem(row: Row, columns: Columns, *, answers: bool) -> Problem:
     is_unanswered = not answers and (not answer or value_at(row, answer) in (None, "", [], {}))
     if prompt and is_unanswered:
         return _problem(row, columns, _prompt(row, prompt, is_found=not columns.prompt), None)
-    for found, names, what in ((prompt, PROMPTS, "fill it in"), (answer, ANSWERS, "give the right answer")):
-        if not found and (empty := next((name for name in names if name in row.values), "")):
-            raise DataError(f"{row.where}: {empty} is null: {what} or remove the row")
+    _refuse_null(row, prompt, PROMPTS)
+    _refuse_null(row, answer, ANSWERS, "give the right answer")
     if not prompt or not answer:
         what = "a prompt" if not prompt else "an answer"
         keys = ", ".join(sorted(row.values)) or "none"
@@ -331,6 +329,12 @@ def _check_named(rows: Sequence[Row], names: Sequence[str]) -> None:
     for name in names:
         if name and name not in known and name.partition(".")[0] not in known:
             raise DataError(f"no row has the column {name!r}: there are {', '.join(known)} (first: {rows[0].where})")
+
+
+def _refuse_null(row: Row, found: str, names: Sequence[str], remedy: str = "fill it in") -> None:
+    """Raise DataError where none of these columns was found, and one of them is null."""
+    if not found and (empty := next((name for name in names if name in row.values), "")):
+        raise DataError(f"{row.where}: {empty} is null: {remedy} or remove the row")
 
 
 def first_of(row: dict[str, Any], names: Sequence[str]) -> str:

@@ -36,7 +36,8 @@ def as_rollouts(data: Trained, step: int, *, needs_advantages: bool = False) -> 
 
 
 def _number(rollout: Rollout) -> float:
-    """The rollout's reward, which the caller may have changed: to a number of any library."""
+    """The rollout's reward as a float: the caller may have set a number of NumPy or torch. Raises ConfigError for
+    anything else, and for one that is not finite."""
     given: Any = rollout.reward
     try:
         number = math.nan if isinstance(given, str | bytes) else float(given)

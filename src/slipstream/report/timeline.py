@@ -112,7 +112,7 @@ def _lanes(steps: Sequence[StepTime], label: str) -> Html:
         spans.append((name, words, at, median[name]))
         at += median[name]
     after = median["batch"] + median["train"]
-    # Generation starts beside the probe, goes on while a checkpoint is written, and without staleness ends before
+    # Generation starts beside the probe and continues while a checkpoint is written. Without staleness it ends before
     # training.
     early = min(generate, median["probe"])
     busy = min(generate - early, after) if generate < total else total

@@ -3,9 +3,9 @@
 The engine is idle while it has no request for training: because a version is applied (`update`), because it is started
 again (`restart`), because what runs is tools, rewards or the environment's own work (`environment`), or because no
 group may begin before the trainer releases a version (`trainer`). The trainer is idle from the release of a version
-until the batch that is trained on next is made, its half of the probe included: `generation`, `environment`, `update`
-and `restart` are what is done for it meanwhile, `oldest` that enough groups are ready and the batch waits for one that
-no later batch could take.
+until its next batch is made. Its half of the probe counts as idle, too. The reasons are `generation`, `environment`,
+`update` and `restart`. Under `oldest` enough groups are ready, and the batch waits for one: no later batch could take
+it.
 """
 
 from __future__ import annotations
