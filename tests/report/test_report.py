@@ -246,7 +246,7 @@ def test_a_step_is_made_of_its_phases(write):
 def test_the_engine_generates_while_the_trainer_compares_the_probe():
     phases = {"batch": 3.0, "train": 4.0, "update": 2.0, "probe": 1.0}
     lanes = str(_lanes([StepTime(1, 10.0, phases, 3.5)], "wait for rollouts"))
-    assert 'aria-label="generate 2.5 s, idle 4.5 s, update 2.0 s, generate 1.0 s"' in lanes
+    assert 'aria-label="generate 2.5 s, idle 4.5 s, update 2.0 s, generate 1.0 s"' in lanes.replace("\xa0", " ")
 
 
 def test_the_ranges_of_the_ratio_are_those_that_are_measured():
