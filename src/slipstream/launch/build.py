@@ -149,6 +149,7 @@ def build(
     cannot be compiled: uncompiled they need more memory than planned."""
     from slipstream.trainer.critic import Critic, ValueModel
     from slipstream.trainer.learner import Learner, Reference, predicted
+    from slipstream.trainer.model.decoder_graphs import DecoderGraphs
     from slipstream.trainer.model.loading import open_shared
 
     tokens = config.training.micro_batch_tokens
@@ -156,7 +157,9 @@ def build(
     def learner(model: PolicyModel) -> Learner:
         with stage("compile the layers") if config.training.compile is True else nullcontext():
             compile_if_asked(config, model)
-        return Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
+        trained = Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
+        model.graphs = DecoderGraphs.of(model)
+        return trained
 
     with stage("load the trainer's model"):
         model = load_policy(config, open_shared(config.model.path, config.model.dtype, workers))

@@ -16,6 +16,7 @@ from itertools import compress
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -368,7 +369,7 @@ def _micro_batch(
         layout=segment_layout(lengths, device, prefixes, images.blocks(), context),
         predict_index_N=integers(predict_index),
         target_ids_N=integers(target_ids),
-        sequence_index_N=to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device),
+        sequence_index_N=to_device(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device),
         sequences=indices,
         counts=counts,
         streams={name: to_device(values, device) for name, values in _streams(own, counts)},

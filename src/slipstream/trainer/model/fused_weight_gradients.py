@@ -128,6 +128,11 @@ def register_holder(parameter: nn.Parameter, holder: Tensor) -> None:
     _holders[parameter] = holder
 
 
+def holder_of(parameter: nn.Parameter) -> Tensor:
+    """The holder of a parameter that an optimizer trains."""
+    return _holders[parameter]
+
+
 def fuse_accumulation(network: nn.Module, *, anywhere: bool = False) -> int:
     """Enable fused accumulation for `network`'s eligible linear layers; returns their number. `anywhere`: also on
     other devices and dtypes, where it is slow. Idempotent."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,14 @@ from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.model_files import weights_digest
 
 
+class DecoderGraphs(Protocol):
+    """See `decoder_graphs.py`."""
+
+    def hidden(self, row: MicroBatch) -> Tensor | None:
+        """The last hidden states `[T, D]` of a row, or None where the network itself computes them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Form:
     """How a model is saved: as this adapter alone, or whole, and with these keys of config.json otherwise."""
@@ -83,6 +91,8 @@ class PolicyModel:
         """What sends tokens to the engine's experts, if it is asked for."""
         self.context: ContextGroup | None = None
         """The ranks of each row. None: one rank."""
+        self.graphs: DecoderGraphs | None = None
+        """The decoder as CUDA graphs, which a learner may set."""
         self._uses_adapter = True
         self._adapter_values: dict[str, Tensor] | None = None
         """See `as_it_is`."""
@@ -210,7 +220,7 @@ class PolicyModel:
 
     def _frozen(self) -> PolicyModel:
         frozen = copy.copy(self)
-        frozen.replay = None
+        frozen.replay = frozen.graphs = None
         if self.images is not None:
             frozen.images = self.images.frozen()
         return frozen
@@ -336,6 +346,8 @@ class PolicyModel:
         if row.images:
             head: Any = cast("Any", self.network).get_output_embeddings()
             return self._of_head(self.within(lambda: head(self.forward(self.embed(row), row)[row.predict_index_N])))
+        if self.graphs is not None and (hidden_TD := self.graphs.hidden(row)) is not None:
+            return self.head(hidden_TD, row.predict_index_N)
         token_ids_T, position_ids_T, predict_index_N = row.inputs
         output = self.network(
             input_ids=token_ids_T[None],

@@ -1,0 +1,295 @@
+"""A small model's decoder as CUDA graphs: one call in place of the launches of its kernels.
+
+The GPU waits while a CPU launches a small model's kernels: both passes of SmolLM2-135M over 3,552 tokens take 78 ms,
+and 25 ms as graphs (H200). A graph has fixed shapes and addresses. So a row is padded to a `RowShape` with segments of
+its own, which no real token attends to, and whose gradients are exactly zero. The shape depends on the row alone, so
+that a resumed run computes the same bits.
+
+All graphs share memory for activations: a row whose forward pass comes before another row's backward pass is computed
+without a graph. So is every row if a pass needs a value on the CPU, or if memory is short.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import TrainingError, one_line
+from slipstream.trainer.attention.row_layout import Gather, Ragged, SegmentLayout, segment_layout
+from slipstream.trainer.model.fused_weight_gradients import holder_of
+from slipstream.trainer.model.layers import LayerOptions, decoder_layers
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.packing import MicroBatch
+
+_MOST_WORK = 5e10
+"""Parameters of a layer times tokens. Beyond it the GPU needs a third of the time of a layer's launches or more (3 ms;
+6 operations a parameter and token, 400 TFLOP/s), and padding can double it."""
+_LEAST_TOKENS, _LEAST_LENGTH = 1024, 256
+_KEYS, _SEGMENTS = 8, 4
+"""Slots of keys for each token, and tokens for each segment, unless a row needs more slots or segments."""
+_log = logging.getLogger(__name__)
+
+
+class RowShape(NamedTuple):
+    """What a graph has room for: powers of two, so that few graphs serve all rows."""
+
+    tokens: int
+    keys: int
+    """Slots of keys. 0: the keys are the row as it is."""
+    segments: int
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, layout: SegmentLayout) -> RowShape:
+        """The least shape for a row, with its padding."""
+        host, num_tokens = layout.host_ragged, sum(layout.lengths)
+        tokens, longest_query = _room(num_tokens, _LEAST_TOKENS), _room(host.longest_query, _LEAST_LENGTH)
+        padding = tokens - num_tokens
+        keys = 0 if host.keys is None else _room(len(host.keys.index_K) + padding, _KEYS * tokens)
+        segments = _room(len(layout.lengths) + -(-padding // longest_query), tokens // _SEGMENTS)
+        return cls(tokens, keys, segments, longest_query, _room(host.longest_key, _LEAST_LENGTH))
+
+
+def _room(number: int, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())
+
+
+class Filled(NamedTuple):
+    """A row's layout in a graph's shape."""
+
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    """The slots' row positions, their order and its starts, one after the other; empty without slots."""
+    ends: np.ndarray[Any, np.dtype[np.int32]]
+    """Cumulative lengths of queries, then of keys."""
+
+
+def fill(layout: SegmentLayout, shape: RowShape) -> Filled:
+    """Pad a row's layout with segments of at most `longest_query` tokens, then with empty ones. Slots beyond those have
+    position 0, and none counts them as its own."""
+    host, num_tokens = layout.host_ragged, sum(layout.lengths)
+    padding = shape.tokens - num_tokens
+    # Cumulative lengths of the padding's segments, then of the empty ones.
+    further = np.minimum(np.arange(1, shape.segments - len(layout.lengths) + 1) * shape.longest_query, padding)
+    ends = np.concatenate([host.query_ends, num_tokens + further, host.key_ends, host.key_ends[-1] + further])
+    if host.keys is None:
+        return Filled(np.empty(0, np.int64), ends.astype(np.int32))
+    index_K, order, starts = host.keys
+    num_slots = len(index_K)
+    own = np.arange(padding)
+    places = np.zeros(2 * shape.keys + shape.tokens + 1, np.int64)
+    places[: num_slots + padding] = np.concatenate([index_K, num_tokens + own])
+    places[shape.keys :][: len(order) + padding] = np.concatenate([order, num_slots + own])
+    places[2 * shape.keys :] = np.concatenate([starts, len(order) + 1 + own])
+    return Filled(places, ends.astype(np.int32))
+
+
+class _Graph:
+    """The two passes of one shape; the forward pass alone without gradients."""
+
+    def __init__(self, shape: RowShape, device: torch.device) -> None:
+        self.shape = shape
+        self.token_ids_T, self.position_ids_T = torch.zeros(2, shape.tokens, dtype=torch.int64, device=device)
+        num_places = 2 * shape.keys + shape.tokens + 1 if shape.keys else 0
+        self.places = torch.zeros(num_places, dtype=torch.int64, device=device)
+        self.ends = torch.zeros(2 * (shape.segments + 1), dtype=torch.int32, device=device)
+        self.layout = segment_layout([shape.tokens], device)
+        parts = self.places.split([shape.keys, shape.keys, shape.tokens + 1]) if shape.keys else ()
+        query_ends, key_ends = self.ends.view(2, -1)
+        keys = Gather(*parts) if shape.keys else None
+        self.layout.ragged = Ragged(keys, query_ends, key_ends, shape.longest_query, shape.longest_key)
+        self.hidden_TD = torch.empty(0)
+        self.gradient_TD = torch.empty(0)
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+
+    def load(self, row: MicroBatch) -> None:
+        """Copy a row to the graph's inputs. Padding keeps the tokens of earlier rows."""
+        filled = fill(row.layout, self.shape)
+        for inputs, values in ((self.places, filled.places), (self.ends, filled.ends)):
+            inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+        num_tokens = len(row.token_ids_T)
+        self.token_ids_T[:num_tokens].copy_(row.token_ids_T)
+        self.position_ids_T[:num_tokens].copy_(row.position_ids_T)
+
+
+class _Pending:
+    """A forward pass whose backward pass is to come: its activations are needed."""
+
+
+class DecoderGraphs:
+    """The graphs of a model's decoder, captured when a row first has their shape. Gradients go to the holders of the
+    parameters (`Optimizer`), as they do without a graph."""
+
+    def __init__(self, decoder: nn.Module, layer_size: int) -> None:
+        self._decoder = decoder
+        self._layer_size = layer_size
+        self._weights = [*decoder.parameters(), *decoder.buffers()]
+        self._places: list[int] = []
+        trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        self._holders = [holder_of(parameter) for parameter in trained]
+        self._sums: list[Tensor] = []
+        """The holders' gradients while graphs add to them."""
+        self._anchor = torch.zeros(0, requires_grad=True)
+        """Makes autograd record a call whose other inputs have no gradients."""
+        self._graphs: dict[tuple[RowShape, bool], _Graph] = {}
+        self._pool: Any = None
+        self._pending: weakref.ref[_Pending] | None = None
+        self._problem = ""
+
+    @classmethod
+    def of(cls, model: PolicyModel) -> DecoderGraphs | None:
+        """Those of a model whose layers compute as they are, in 16 bits on one GPU, and whose optimizer is built. None:
+        graphs do not serve it."""
+        is_plain = model.layers == LayerOptions() and model.packing and model.has_lazy_logits
+        others = (model.adapter, model.images, model.replay, model.context)
+        is_exact = torch.are_deterministic_algorithms_enabled()
+        if model.device.type != "cuda" or model.dtype == torch.float32 or not is_plain or is_exact or any(others):
+            return None
+        layers = decoder_layers(model.network)
+        size = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        return cls(cast("Any", model.network).get_decoder(), size // len(layers))
+
+    def hidden(self, row: MicroBatch) -> Tensor | None:
+        """The decoder's last hidden states `[T, D]`, valid until the next row's; differentiable once. None: no graph
+        serves this row now."""
+        is_pending = self._pending is not None and self._pending() is not None
+        if self._problem or is_pending or row.shard is not None or row.layout.has_blocks:
+            return None
+        shape, trains = RowShape.of(row.layout), torch.is_grad_enabled()
+        if self._layer_size * shape.tokens > _MOST_WORK:
+            return None
+        graph = self._loaded(row, shape, trains)
+        if graph is None:
+            return None
+        num_tokens = len(row.token_ids_T)
+        if trains:
+            pending = _Pending()
+            self._pending = weakref.ref(pending)
+            return cast("Any", _Replay).apply(self._anchor, self, graph, num_tokens, pending)
+        graph.forward.replay()
+        return graph.hidden_TD[:num_tokens]
+
+    def _loaded(self, row: MicroBatch, shape: RowShape, trains: bool) -> _Graph | None:
+        places = [each.data_ptr() for each in self._weights]
+        if places != self._places:  # the weights have moved
+            self._graphs, self._places = {}, places
+        graph = self._graphs.get((shape, True)) or self._graphs.get((shape, trains))
+        if graph is not None:
+            graph.load(row)
+            return graph
+        graph = _Graph(shape, self._weights[0].device)
+        graph.load(row)
+        try:
+            self._capture(graph, trains)
+        except Exception as error:  # noqa: BLE001 - whatever a model's code, a compiler or the driver may raise
+            self._problem = one_line(error)
+            self._graphs, self._sums, self._pool = {}, [], None
+            for weight in self._weights:
+                weight.grad = None
+            _log.info("the decoder computes without CUDA graphs (%s)", self._problem)
+            return None
+        self._graphs[shape, trains] = graph
+        return graph
+
+    def _capture(self, graph: _Graph, trains: bool) -> None:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        if trains and not self._sums:
+            self._sums = [torch.zeros(each.shape, device=each.device) for each in self._holders]
+        options: dict[str, Any] = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        with warnings.catch_warnings(), self._into_sums() if trains else torch.no_grad():
+            # Gradients are added in the capture's stream, as they should be.
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+            with _beside(), _without_waiting():
+                hidden = self._decode(graph)
+                if trains:
+                    hidden.backward(torch.zeros_like(hidden))
+                del hidden
+            with torch.cuda.graph(graph.forward, **options):
+                hidden = self._decode(graph)
+            graph.hidden_TD = hidden.detach()
+            if trains:
+                graph.gradient_TD = torch.zeros_like(graph.hidden_TD)
+                with torch.cuda.graph(graph.backward, **options):
+                    hidden.backward(graph.gradient_TD)
+
+    def _decode(self, graph: _Graph) -> Tensor:
+        ids, positions = graph.token_ids_T[None], graph.position_ids_T[None]
+        output = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, segments=graph.layout)
+        return output.last_hidden_state.squeeze(0)
+
+    @contextmanager
+    def _into_sums(self) -> Generator[None]:
+        """Context in which gradients are added to the sums, and the holders' own stay as they are."""
+        before = [holder.grad for holder in self._holders]
+        for holder, total in zip(self._holders, self._sums, strict=True):
+            holder.grad = total
+        try:
+            yield
+        finally:
+            for holder, own in zip(self._holders, before, strict=True):
+                holder.grad = own
+
+    def add_gradients(self, graph: _Graph, gradient_TD: Tensor) -> None:
+        """Run the backward pass from the gradient of a row's hidden states."""
+        num_tokens, fresh = len(gradient_TD), list[Tensor]()
+        graph.gradient_TD[:num_tokens].copy_(gradient_TD)
+        graph.gradient_TD[num_tokens:].zero_()
+        for holder, total in zip(self._holders, self._sums, strict=True):
+            if holder.grad is None:
+                fresh.append(total)
+            elif holder.grad is not total:
+                total.copy_(holder.grad)
+            holder.grad = total
+        if fresh:
+            torch._foreach_zero_(fresh)
+        graph.backward.replay()
+
+
+class _Replay(torch.autograd.Function):
+    """A row's two passes."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, anchor: Tensor, graphs: DecoderGraphs, graph: _Graph, num_tokens: int, pending: _Pending
+    ) -> Tensor:
+        ctx.graphs, ctx.graph, ctx.pending = graphs, graph, pending
+        graph.forward.replay()
+        return graph.hidden_TD[:num_tokens].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ANN205
+        if ctx.pending is None:
+            raise TrainingError("the backward pass of a row ran twice, and its activations are gone: run it once")
+        ctx.pending = None
+        ctx.graphs.add_gradients(ctx.graph, gradient_TD)
+        return None, None, None, None, None
+
+
+@contextmanager
+def _beside() -> Generator[None]:
+    """A stream of its own, as a capture wants it for the pass before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def _without_waiting() -> Generator[None]:
+    """Context in which an operation that makes the CPU wait raises: in a capture it would break the CUDA context."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
