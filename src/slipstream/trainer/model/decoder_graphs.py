@@ -1,12 +1,12 @@
 """A small model's decoder as CUDA graphs: one call in place of the launches of its kernels.
 
 The GPU waits while a CPU launches a small model's kernels: both passes of SmolLM2-135M over 3,552 tokens take 78 ms,
-and 25 ms as graphs (H200). A graph has fixed shapes and addresses. So a row is padded to a `RowShape` with segments of
-its own, which no real token attends to, and whose gradients are exactly zero. The shape depends on the row alone, so
-that a resumed run computes the same bits.
+and 25 ms as graphs (H200). A graph has fixed shapes and addresses. So segments of padding complete a row to its
+`RowShape`. No other token attends to padding, and its gradients are exactly zero. The shape depends on the row alone:
+a resumed run computes the same bits.
 
-All graphs share memory for activations: a row whose forward pass comes before another row's backward pass is computed
-without a graph. So is every row if a pass needs a value on the CPU, or if memory is short.
+All graphs share memory for activations. While one row waits for its backward pass, others are computed without a graph.
+So are all rows of a model with a pass that needs a value on the CPU, and all rows if memory is short.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class RowShape(NamedTuple):
-    """What a graph has room for: powers of two, so that few graphs serve all rows."""
+    """The room of a graph: powers of two, for few graphs to serve all rows."""
 
     tokens: int
     keys: int
@@ -73,8 +73,8 @@ class Filled(NamedTuple):
 
 
 def fill(layout: SegmentLayout, shape: RowShape) -> Filled:
-    """Pad a row's layout with segments of at most `longest_query` tokens, then with empty ones. Slots beyond those have
-    position 0, and none counts them as its own."""
+    """Pad a row's layout with segments of at most `longest_query` tokens, then with empty ones. Further slots have
+    position 0, and no position counts them as its own."""
     host, num_tokens = layout.host_ragged, sum(layout.lengths)
     padding = shape.tokens - num_tokens
     # Cumulative lengths of the padding's segments, then of the empty ones.
@@ -121,7 +121,7 @@ class _Graph:
 
 
 class _Pending:
-    """A forward pass whose backward pass is to come: its activations are needed."""
+    """A forward pass before its backward pass: the activations are needed."""
 
 
 class DecoderGraphs:
@@ -138,16 +138,17 @@ class DecoderGraphs:
         self._sums: list[Tensor] = []
         """The holders' gradients while graphs add to them."""
         self._anchor = torch.zeros(0, requires_grad=True)
-        """Makes autograd record a call whose other inputs have no gradients."""
+        """Makes autograd record a call: its other inputs have no gradients."""
         self._graphs: dict[tuple[RowShape, bool], _Graph] = {}
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
         self._pending: weakref.ref[_Pending] | None = None
         self._problem = ""
 
     @classmethod
     def of(cls, model: PolicyModel) -> DecoderGraphs | None:
-        """Those of a model whose layers compute as they are, in 16 bits on one GPU, and whose optimizer is built. None:
-        graphs do not serve it."""
+        """The graphs of a model with an optimizer, in 16 bits on one GPU, and with layers as they are. None: graphs do
+        not serve it."""
         is_plain = model.layers == LayerOptions() and model.packing and model.has_lazy_logits
         others = (model.adapter, model.images, model.replay, model.context)
         is_exact = torch.are_deterministic_algorithms_enabled()
@@ -158,7 +159,7 @@ class DecoderGraphs:
         return cls(cast("Any", model.network).get_decoder(), size // len(layers))
 
     def hidden(self, row: MicroBatch) -> Tensor | None:
-        """The decoder's last hidden states `[T, D]`, valid until the next row's; differentiable once. None: no graph
+        """The decoder's last hidden states `[T, D]`, valid until the next call; differentiable once. None: no graph
         serves this row now."""
         is_pending = self._pending is not None and self._pending() is not None
         if self._problem or is_pending or row.shard is not None or row.layout.has_blocks:
@@ -180,7 +181,7 @@ class DecoderGraphs:
     def _loaded(self, row: MicroBatch, shape: RowShape, trains: bool) -> _Graph | None:
         places = [each.data_ptr() for each in self._weights]
         if places != self._places:  # the weights have moved
-            self._graphs, self._places = {}, places
+            self._graphs, self._places, self._pool = {}, places, torch.cuda.graph_pool_handle()
         graph = self._graphs.get((shape, True)) or self._graphs.get((shape, trains))
         if graph is not None:
             graph.load(row)
@@ -189,9 +190,9 @@ class DecoderGraphs:
         graph.load(row)
         try:
             self._capture(graph, trains)
-        except Exception as error:  # noqa: BLE001 - whatever a model's code, a compiler or the driver may raise
+        except Exception as error:  # noqa: BLE001 - of a model's code, a compiler or the driver
             self._problem = one_line(error)
-            self._graphs, self._sums, self._pool = {}, [], None
+            self._graphs, self._sums = {}, []
             for weight in self._weights:
                 weight.grad = None
             _log.info("the decoder computes without CUDA graphs (%s)", self._problem)
@@ -200,26 +201,35 @@ class DecoderGraphs:
         return graph
 
     def _capture(self, graph: _Graph, trains: bool) -> None:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         if trains and not self._sums:
             self._sums = [torch.zeros(each.shape, device=each.device) for each in self._holders]
-        options: dict[str, Any] = {"pool": self._pool, "capture_error_mode": "thread_local"}
         with warnings.catch_warnings(), self._into_sums() if trains else torch.no_grad():
-            # Gradients are added in the capture's stream, as they should be.
+            # It is the capture's, as it should be.
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
-            with _beside(), _without_waiting():
+            with _without_waiting():
                 hidden = self._decode(graph)
                 if trains:
                     hidden.backward(torch.zeros_like(hidden))
                 del hidden
-            with torch.cuda.graph(graph.forward, **options):
+            with self._captured_by(graph.forward):
                 hidden = self._decode(graph)
             graph.hidden_TD = hidden.detach()
             if trains:
                 graph.gradient_TD = torch.zeros_like(graph.hidden_TD)
-                with torch.cuda.graph(graph.backward, **options):
+                with self._captured_by(graph.backward):
                     hidden.backward(graph.gradient_TD)
+
+    @contextmanager
+    def _captured_by(self, graph: torch.cuda.CUDAGraph) -> Generator[None]:
+        """`torch.cuda.graph` without emptying the allocators' caches: filling them again takes longer than the rest."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _decode(self, graph: _Graph) -> Tensor:
         ids, positions = graph.token_ids_T[None], graph.position_ids_T[None]
@@ -228,7 +238,7 @@ class DecoderGraphs:
 
     @contextmanager
     def _into_sums(self) -> Generator[None]:
-        """Context in which gradients are added to the sums, and the holders' own stay as they are."""
+        """Have gradients added to the sums; the holders' own stay as they are."""
         before = [holder.grad for holder in self._holders]
         for holder, total in zip(self._holders, self._sums, strict=True):
             holder.grad = total
@@ -275,18 +285,8 @@ class _Replay(torch.autograd.Function):
 
 
 @contextmanager
-def _beside() -> Generator[None]:
-    """A stream of its own, as a capture wants it for the pass before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-@contextmanager
 def _without_waiting() -> Generator[None]:
-    """Context in which an operation that makes the CPU wait raises: in a capture it would break the CUDA context."""
+    """Have operations raise if they make the CPU wait: in a capture they would invalidate it."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

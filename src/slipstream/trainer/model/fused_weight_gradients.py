@@ -129,7 +129,7 @@ def register_holder(parameter: nn.Parameter, holder: Tensor) -> None:
 
 
 def holder_of(parameter: nn.Parameter) -> Tensor:
-    """The holder of a parameter that an optimizer trains."""
+    """The holder of an optimizer's parameter."""
     return _holders[parameter]
 
 
