@@ -5,6 +5,7 @@ The same formulas as `logprobs.py` without top-k, top-p and min-p. Imported only
 comes with torch there.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -112,7 +113,9 @@ def forward(
     """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32, and the most likely tokens `[N]`,
     on ties the first. `kept_NV`, if given, gets the logits in its dtype, and `lse_N` is then that of what it got."""
     logits_NV = _in_lines(logits_NV)
-    logprobs_N, entropy_N, lse_N = torch.empty((3, len(logits_NV)), dtype=torch.float32, device=logits_NV.device)
+    # Not parts of one tensor: a kernel is compiled for each alignment of its arguments.
+    make = partial(torch.empty, len(logits_NV), dtype=torch.float32, device=logits_NV.device)
+    logprobs_N, entropy_N, lse_N = make(), make(), make()
     greedy_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
 
     def run(results: tuple[Tensor, ...], kept: Tensor, *, keeps: bool) -> None:

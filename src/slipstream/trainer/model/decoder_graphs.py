@@ -32,8 +32,8 @@ from slipstream.trainer.packing import MicroBatch
 _MOST_WORK = 5e10
 """Parameters of a layer times tokens. Beyond it the GPU needs a third of the time of a layer's launches or more (3 ms;
 6 operations a parameter and token, 400 TFLOP/s), and padding can double it."""
-_LEAST_TOKENS, _LEAST_LENGTH = 1024, 256
-_KEYS, _SEGMENTS = 8, 4
+_LEAST_TOKENS, _LEAST_QUERIES, _LEAST_KEYS = 1024, 256, 512
+_KEYS, _SEGMENTS = 8, 8
 """Slots of keys for each token, and tokens for each segment, unless a row needs more slots or segments."""
 _log = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ class RowShape(NamedTuple):
     def of(cls, layout: SegmentLayout) -> RowShape:
         """The least shape for a row, with its padding."""
         host, num_tokens = layout.host_ragged, sum(layout.lengths)
-        tokens, longest_query = _room(num_tokens, _LEAST_TOKENS), _room(host.longest_query, _LEAST_LENGTH)
+        tokens, longest_query = _room(num_tokens, _LEAST_TOKENS), _room(host.longest_query, _LEAST_QUERIES)
         padding = tokens - num_tokens
         keys = 0 if host.keys is None else _room(len(host.keys.index_K) + padding, _KEYS * tokens)
         segments = _room(len(layout.lengths) + -(-padding // longest_query), tokens // _SEGMENTS)
-        return cls(tokens, keys, segments, longest_query, _room(host.longest_key, _LEAST_LENGTH))
+        return cls(tokens, keys, segments, longest_query, _room(host.longest_key, _LEAST_KEYS))
 
 
 def _room(number: int, least: int) -> int:
