@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_metrics
+from tests.refusals import refuses
 
 EXAMPLES = Path(__file__).parents[2] / "examples/preferences"
 RUN = """
@@ -163,6 +164,15 @@ def test_a_reward_model_goes_on_where_it_was(command, write, tmp_path):
 def test_what_has_no_effect_or_another_name_is_refused(options, says, write):
     with pytest.raises(ConfigError, match=says):
         load_config(write("dpo"), options)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_kto_wants_two_completions_in_an_optimizer_step(steps, write):
+    options = ("--training.prompts_per_batch", str(steps), "--training.updates_per_batch", str(steps))
+    with refuses("training.prompts_per_batch") as refusal:
+        load_config(write("kto"), options)
+    assert f"use at least {2 * steps}" in str(refusal.value)
+    load_config(write("dpo"), options)
 
 
 @pytest.mark.full
