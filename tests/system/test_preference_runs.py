@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
+from slipstream.launch.prepare import prepare
 from slipstream.runlog import read_metrics
 from tests.refusals import refuses
 
@@ -173,6 +174,18 @@ def test_kto_wants_two_completions_in_an_optimizer_step(steps, write):
         load_config(write("kto"), options)
     assert f"use at least {2 * steps}" in str(refusal.value)
     load_config(write("dpo"), options)
+
+
+@pytest.mark.parametrize(("pairs", "steps"), [(1, 3), (40, 4)])
+def test_a_pair_counts_as_one(pairs, steps, write):
+    path = write("dpo")
+    rows = path.with_name("rows.jsonl")
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:pairs]))
+    path.write_text(path.read_text().replace("steps = 30", "epochs = 1.5" if pairs > 1 else "epochs = 3"))
+    plan = prepare(load_config(path)).plan
+    assert plan.config.training.steps == steps
+    lowered = "training.prompts_per_batch was lowered from 16: the training data has only one prompt"
+    assert (lowered in plan.warnings) == (pairs == 1)
 
 
 @pytest.mark.full
