@@ -523,8 +523,8 @@ class SessionTurn(msgspec.Struct, frozen=True):
     """The agent's message."""
     continues: int = -1
     """Index of the continued turn among the session's; -1: none."""
-    overridden: dict[str, float] = {}
-    """Sampling values of the request with others in the run."""
+    overridden: dict[str, float | str] = {}
+    """Sampling values of the request with others in the run; empty for a setting without a short value."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):

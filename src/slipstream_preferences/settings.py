@@ -51,6 +51,12 @@ class PreferencesConfig(MethodSection):
             yield "preferences", "[preferences] learns from judged rows, and there are none: give them in data.path"
         elif self.scores:
             yield from self._problems_of_rewards(config)
+        elif not self.reads_pairs and config.training.prompts_per_batch == config.training.updates_per_batch:
+            each = config.training.prompts_per_batch
+            yield (
+                f"training.prompts_per_batch = {each} leaves one completion for each optimizer step, and "
+                f'preferences.loss = "kto" compares each with another: use at least {2 * each}'
+            )
         elif config.data.has_eval and config.environment is not None:
             yield "[preferences] measures held-out rows or the tasks of [environment], not both: remove one of them"
 

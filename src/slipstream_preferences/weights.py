@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.errors import DataError
 from slipstream.plugins import Examples, Learner, Scorer, StepBatch
 from slipstream.records import Sequence as TokenSequence
 from slipstream_preferences.losses import PAIR_LOSSES, bradley_terry_loss, derivatives, kto_baseline, kto_loss
@@ -67,6 +68,11 @@ def _judged(
         margins_P = known_S[0::2] - known_S[1::2]
         metrics = {"accuracy": (margins_P > 0).double().mean(), "margin": beta * margins_P.mean()}
     else:
+        if all(each.token_ids == sequences[0].token_ids for each in sequences[1:]):
+            raise DataError(
+                'preferences.loss = "kto" compares each completion of an optimizer step, or of the held-out rows, with '
+                "another one, and here there is one alone: give more rows"
+            )
         baseline = kto_baseline(_numbers(_exchanged(sequences), learner, reference))
         loss = kto_loss(numbers_S, is_good_S, baseline, beta).mean()
         metrics = {"reference_point": baseline}

@@ -139,6 +139,7 @@ def test_one_wrong_line_is_one_sentence(run_file, line, expected):
         (MINIMAL.replace('"some/model"', "3"), "model.path = 3 is a whole number: use a text"),
         (MINIMAL + '[sampling]\nstop = ["a", 3]\n', "sampling.stop[1] = 3 is a whole number: use a list of texts"),
         (MINIMAL + '[sampling]\nstop = [""]\n', "sampling.stop has an empty text"),
+        (MINIMAL + "[lora]\ntarget_modules = []\n", 'lora.target_modules = [] is an empty list: use "all-linear" or'),
         (MINIMAL + "[sampling]\ntop_k = 1\n", "no signal"),
         (MINIMAL + "[inference]\noptions.max-model-len = 3\n", "set inference.max_model_len instead"),
         (MINIMAL + "[inference]\nmax_model_len = 10\n[sampling]\nmax_tokens = 10\n", "leaves no room for a prompt"),

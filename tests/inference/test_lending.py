@@ -258,6 +258,15 @@ def test_the_plan_waits_for_a_server_and_names_it(tmp_path):
     assert time.monotonic() - began < 10
 
 
+def test_a_longer_wait_for_a_server_is_told_once(tmp_path, capfd):
+    url = f"unix:{tmp_path / 'engine.sock'}"
+    with pytest.raises(ConfigError, match="within 3 s"):
+        read_facts([InferenceServer(url=url)], 3, 60)
+    (told,) = capfd.readouterr().err.splitlines()
+    assert told.startswith(f"the server at {url} does not answer (")
+    assert told.endswith("): the run waits up to 3 s for it")
+
+
 def test_the_plan_waits_longer_for_a_server_that_loads(tmp_path):
     began = time.monotonic()
     with doors(f"unix:{tmp_path}/") as made, made.busy():

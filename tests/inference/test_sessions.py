@@ -171,7 +171,8 @@ def test_what_the_run_overrides():
         "text": {"format": {"type": "text"}},
     }
     assert overridden(body, SAMPLING) == {"temperature": 0.2, "frequency_penalty": 0.5}
-    assert overridden({"response_format": {"type": "json_object"}}, SAMPLING) == {"response_format": 1.0}
+    formats = {"response_format": {"type": "json_object"}, "logit_bias": {"7": 1}, "text": {"format": {"type": "text"}}}
+    assert overridden(formats, SAMPLING) == {"response_format": "json_object", "logit_bias": ""}
 
 
 def test_messages_are_copied_out_of_iterators():

@@ -25,6 +25,7 @@ async def solve(task, policy):
     async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
         messages = [{"role": "user", "content": task.prompt[0].content}]
         options = {"model": policy.model, "tools": [{"type": "function", "function": TOOL}], "temperature": 0.3}
+        options |= {"response_format": {"type": "json_object"}, "logit_bias": {"7": 1}}
         for _ in range(2):
             reply = await client.chat.completions.create(messages=messages, **options)
             message = reply.choices[0].message

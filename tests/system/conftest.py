@@ -180,9 +180,9 @@ class Scripted:
         return read_metrics(self.folder)
 
     async def until_a_group_waits(self):
-        """Until a group waits to be trained on."""
+        """Until a group waits for a batch."""
         async with asyncio.timeout(60):
-            while not balance(self.folder).num("ready", "batched"):
+            while not balance(self.folder).num("ready"):
                 await asyncio.sleep(0.02)
 
     def events(self, kind):

@@ -47,6 +47,10 @@ def test_an_agent_is_trained_on_what_was_sampled(command, run_file, model, tmp_p
     size = ("--training.steps", "2", "--environment.run_timeout_s", "60", "--environment.processes", "2")
     command("train", run_file, *settings, *options, *size, "--run.folder", folder).ok()
     check_run(folder, steps=2)
+    told = [event["message"] for event in read_events(folder, kinds=("warning",))]
+    told = [text for text in told if "holds instead" in text]
+    asked = 'the agent asks for temperature = 0.3, logit_bias, response_format = "json_object", and the run'
+    assert [text.partition("'s [")[0] for text in told] == ([asked] if kind == "callable" else [])
     rows = read_metrics(folder)
     for row in rows[1:]:
         assert (row["reward/agent_requests"], row["reward/agent_rows"], row["reward/agent_undelivered"]) == (2, 1, 0)

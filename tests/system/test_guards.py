@@ -83,7 +83,7 @@ def test_after_the_first_update_the_garbage_collector_looks_at_new_objects_only(
     ("limit", "error", "step", "words"),
     [
         (1, "TrainingError", 0, "no episode has a token of the policy in 1 consecutive steps"),
-        (20, "EngineError", 0, "the engine sampled no token of the probe"),
+        (20, "EngineError", 1, "the engine sampled no token of the probe"),
     ],
 )
 def test_an_engine_that_samples_no_tokens(scripted, limit, error, step, words):

@@ -7,7 +7,10 @@ import pytest
 from slipstream.commands.export import export
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
+from slipstream.launch.prepare import prepare
+from slipstream.launch.run import train
 from slipstream.runlog import read_events, read_metrics
+from slipstream.view import make_view
 from slipstream.weights.adapter_folder import read_adapter_config, read_adapter_tensors
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.model_files import read_model_folder
@@ -45,6 +48,26 @@ def test_a_resumed_adapter_run_ends_on_the_same_bits(scripted, run_file, tmp_pat
     scripted.run(*options, steps, "4", "--run.folder", str(scripted.folder), resume=True)
     ends = [read_adapter_tensors(folder / "checkpoints/step-000004/weights") for folder in (first, scripted.folder)]
     assert describe(ends[0].items()) == describe(ends[1].items())
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (("--lora.rank", "2"), "lora.rank = 2, and the adapter of checkpoint .* has 4: set lora.rank = 4, or start"),
+        (("--lora.dora", "true"), "lora.dora = true, and .* has false: set lora.dora = false"),
+        ((), "is an adapter, and there is no .lora.: set lora.rank = 4"),
+    ],
+)
+def test_another_adapter_is_refused_before_the_model_is_loaded(scripted, run_file, other, says):
+    options = (*LORA, "--algorithm.kind", "sft", "--evaluation", "false")
+    run_file.write_text(run_file.with_name("sft.toml").read_text().replace("[weights]\nprobe_tasks = 2\n", ""))
+    scripted.run(*options, "--training.steps", "1")
+    before = read_events(scripted.folder)
+    given = (*(options if other else options[len(LORA) :]), "--training.steps", "2", *other)
+    prepared = prepare(load_config(run_file, given))
+    with pytest.raises(ConfigError, match=says):
+        train(prepared, scripted.folder, make_view("none"), resume=True)
+    assert read_events(scripted.folder) == before
 
 
 @pytest.mark.engine

@@ -11,7 +11,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from slipstream.config import load_config
 from slipstream.errors import ConfigError
+from slipstream.launch.prepare import prepare
 from slipstream.runlog import read_metrics
+from tests.refusals import refuses
 
 EXAMPLES = Path(__file__).parents[2] / "examples/preferences"
 RUN = """
@@ -163,6 +165,27 @@ def test_a_reward_model_goes_on_where_it_was(command, write, tmp_path):
 def test_what_has_no_effect_or_another_name_is_refused(options, says, write):
     with pytest.raises(ConfigError, match=says):
         load_config(write("dpo"), options)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_kto_wants_two_completions_in_an_optimizer_step(steps, write):
+    options = ("--training.prompts_per_batch", str(steps), "--training.updates_per_batch", str(steps))
+    with refuses("training.prompts_per_batch") as refusal:
+        load_config(write("kto"), options)
+    assert f"use at least {2 * steps}" in str(refusal.value)
+    load_config(write("dpo"), options)
+
+
+@pytest.mark.parametrize(("pairs", "steps"), [(1, 3), (40, 4)])
+def test_a_pair_counts_as_one(pairs, steps, write):
+    path = write("dpo")
+    rows = path.with_name("rows.jsonl")
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:pairs]))
+    path.write_text(path.read_text().replace("steps = 30", "epochs = 1.5" if pairs > 1 else "epochs = 3"))
+    plan = prepare(load_config(path)).plan
+    assert plan.config.training.steps == steps
+    lowered = "training.prompts_per_batch was lowered from 16: the training data has only one prompt"
+    assert (lowered in plan.warnings) == (pairs == 1)
 
 
 @pytest.mark.full

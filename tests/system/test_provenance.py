@@ -156,7 +156,7 @@ def test_an_automatic_restart_survives_an_edit_and_uses_nothing_of_the_old_code(
 
 
 def dies_when_some_are_ready(scripted, engine):
-    """The engine dies with its weights, at a group of the third batch, when another group waits to be trained on."""
+    """The engine dies with its weights, at a group of the third batch, when another group waits for its batch."""
     generate = engine.generate
 
     async def dies(request):

@@ -43,10 +43,10 @@ def test_it_goes_on_from_the_last_checkpoint_and_counts(scripted):
     report, number = attempts(scripted, 1, 3, 5, None)
     assert (report.status, report.step, report.restarts, number) == ("finished", 6, 3, 4)
     told = scripted.events("restart")
-    expected = [(1, 1, None), (2, 3, "step-000002"), (3, 5, "step-000004")]
+    expected = [(1, 1, "step-000001"), (2, 3, "step-000003"), (3, 5, "step-000005")]
     assert [(each["number"], each["step"], each["checkpoint"]) for each in told] == expected
     assert all("no file holds the weights" in each["reason"] for each in told)
-    assert [each["step"] for each in scripted.events("resume")] == [0, 2, 4]
+    assert [each["step"] for each in scripted.events("resume")] == [1, 3, 5]
     assert [each["previous"] for each in scripted.events("opened")] == ["none", "restart", "restart", "restart"]
     waits = [each["wait_s"] for each in told]
     assert waits == [waits[0], 2 * waits[0], 4 * waits[0]]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from slipstream.commands.small_models.tiny_qwen3 import new_model
+from slipstream.errors import EngineError
 from slipstream.inference.lending import TOKEN_VARIABLE
 from slipstream.runlog import read_events, read_exit, read_metrics
 from tests.nodes.networks import networks
@@ -250,3 +251,29 @@ def test_one_wrong_value_in_the_second_copy_is_found(run_file, model, tmp_path):
     assert "model.norm.weight" in output
     assert [event["version"] for event in read_events(folder, kinds=("apply",))] == ["0.0", "0.1"]
     assert (status, health["reason"]) == (503, "version 0.2 did not verify: model.norm.weight")
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("bridge", ["broadcast", "disk"])
+def test_a_run_whose_server_stays_away_keeps_its_steps_and_ends_as_an_engine_failure(model, run_file, tmp_path, bridge):
+    whole, folder, socket = tmp_path / "whole", tmp_path / "run", tmp_path / "engine.sock"
+    options = ("--training.steps", 40, "--weights.bridge", bridge, "--inference.start_timeout_s", 8)
+    with server(model, socket=socket) as engine:
+        until(lambda: get_status(f"{engine.inference.removesuffix('/v1')}/health") == 200, 200)
+        finish(train((), run_file, whole, *options, *setting_of(engine)))
+        run = train((), run_file, folder, *options, *setting_of(engine))
+        until(lambda: num_steps(folder) >= 3, 100)
+        engine.process.kill()
+        output = finish(run, code=EngineError.exit_code)
+        report, steps = read_exit(folder), num_steps(folder)
+        assert (report.status, report.failure_class, report.retriable) == ("failed", "engine", True)
+        assert (report.step, report.message) == (steps, output.strip().splitlines()[-1].removeprefix("error: "))
+        assert engine.url in report.message
+        assert f" at step {steps}" in report.message
+        assert "start it again with slipstream engine, and the run with --resume" in report.message
+        assert (folder / "checkpoints" / f"step-{steps:06d}" / "state").is_dir()
+        with server(model, socket=socket) as again:
+            until(lambda: get_status(f"{again.inference.removesuffix('/v1')}/health") == 200, 200)
+            finish(train((), run_file, folder, *options, "--resume", *setting_of(again)))
+    assert [event["step"] for event in read_events(folder, kinds=("resume",))][-1] == steps
+    assert figures(folder) == figures(whole)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream import records
+from slipstream.errors import DataError
 from slipstream.trainer.learner import Reference, predicted
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import StepBatch
@@ -103,3 +104,11 @@ def test_records_of_others_stay_as_they_are(make_learner, start):
     reference = Reference(functools.partial(predicted, PolicyModel.load(start, "float32")), 256)
     weigh(StepBatch(sequences, [1.0, 0.0] * 3), PreferencesConfig(), make_learner(), reference)
     assert sequences == before
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_kto_has_another_completion_to_compare_with(make_learner, start, number):
+    reference = Reference(functools.partial(predicted, PolicyModel.load(start, "float32")), 256)
+    alone = StepBatch(pairs()[:1] * number, [1.0] * number)
+    with pytest.raises(DataError, match="there is one alone: give more rows"):
+        weigh(alone, PreferencesConfig(loss="kto"), make_learner(), reference)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.weights import model_files
 from slipstream.weights.model_files import (
+    HEAD,
     links_to_one_model,
     read_model_folder,
     read_tensors,
@@ -300,3 +301,17 @@ def test_stored_parameters_have_no_fingerprint_and_the_dtype_that_was_asked_for(
         ("a", (2, 3), "float32", ""),
         ("scalar", (), "float32", ""),
     }
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_stored_head_is_not_tied(tmp_path, inside):
+    source, tensors = tmp_path / "source", {"model.embed_tokens.weight": torch.ones(2, 2)}
+    source.mkdir()
+    text = {"text_config": {"tie_word_embeddings": True}} if inside else {}
+    (source / "config.json").write_text(json.dumps({"tie_word_embeddings": True} | text))
+    for name, is_tied in (("tied", True), ("apart", False)):
+        head = {} if is_tied else {HEAD: torch.zeros(2, 2)}
+        write_model_folder(tmp_path / name, (tensors | head).items(), source)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["tie_word_embeddings"] is is_tied
+        assert config.get("text_config", config)["tie_word_embeddings"] is is_tied

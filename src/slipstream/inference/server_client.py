@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,12 +20,15 @@ from slipstream.errors import ConfigError, DeadlineError, EngineError
 from slipstream.inference.addresses import ControlAddress, addresses_of
 from slipstream.inference.client import EngineClient
 from slipstream.inference.lending import LEASE_HEADER, Held, Loan, Refusal, ServerFacts, Sight, Terms
+from slipstream.progress import printable
 from slipstream.records import EngineHealth
 
 CALL_S = 5.0
 LEND_S = 60.0
 """A loan waits for the end of an update by the run before."""
 _PAUSE_S = 0.5
+_SAY_S = 1.0
+"""A longer wait is told."""
 T = TypeVar("T")
 
 
@@ -146,7 +150,7 @@ def read_facts(
 
     async def read(address: ControlAddress) -> tuple[ServerFacts, bool]:
         client, began = ServerClient(address), time.monotonic()
-        heard = began
+        heard, is_said = began, False
         try:
             while True:
                 try:
@@ -161,6 +165,10 @@ def read_facts(
                             f"{error} within {wait_s:g} s: start it with slipstream engine, or correct "
                             "inference.servers.url"
                         ) from error
+                    if not is_said and now - began > _SAY_S:
+                        is_said, limit_s = True, load_s if error.is_loading else wait_s
+                        text = printable(f"{error}: the run waits up to {limit_s:g} s for it")
+                        print(text, file=sys.stderr, flush=True)
                 await asyncio.sleep(_PAUSE_S)
         finally:
             await client.close()

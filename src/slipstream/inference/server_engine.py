@@ -122,6 +122,8 @@ class ServerEngine:
     async def _connect(self) -> EngineHealth:
         """Take the lease, and wait until the server is in service."""
         until, why, heard_at = time.monotonic() + self._start_timeout_s, "", 0.0
+        at_step = f" at step {self._held.step}" if self._held is not None else ""
+        with_run = ", and the run with --resume" if self.num_restarts else ""
         while time.monotonic() < until or not why:
             try:
                 loan = await self.client.lend(self._terms)
@@ -144,7 +146,7 @@ class ServerEngine:
         else:
             raise DeadlineError(
                 f"the server at {self.address.url} was not ready within {self._start_timeout_s:g} s "
-                f"(inference.start_timeout_s): {why}; start it again with slipstream engine"
+                f"(inference.start_timeout_s){at_step}: {why}; start it again with slipstream engine{with_run}"
             )
         if loan.world_size != self._world_size:
             raise ConfigError(

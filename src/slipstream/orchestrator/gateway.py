@@ -88,7 +88,7 @@ class AgentSession:
     """The last request of each content."""
 
     @property
-    def overridden(self) -> dict[str, float]:
+    def overridden(self) -> dict[str, float | str]:
         """Sampling values of the agent's requests with others in the run."""
         return {name: value for turn in self.turns for name, value in turn.overridden.items()}
 

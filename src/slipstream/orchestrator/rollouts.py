@@ -307,7 +307,7 @@ class RolloutRunner:
         found = session.overridden
         if found and not self._told_overridden:
             self._told_overridden = True
-            asked = ", ".join(f"{name} = {value:g}" for name, value in found.items())
+            asked = ", ".join(_asked(name, value) for name, value in found.items())
             self._warn(
                 f"the agent asks for {asked}, and the run's [sampling] holds instead, as ratios need it (later "
                 "requests are not reported)"
@@ -553,3 +553,10 @@ def seed_of(*parts: int | str) -> int:
     on when it is made, so that a run is repeatable."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def _asked(name: str, value: float | str) -> str:
+    """A setting of a request, as its author may have written it."""
+    if isinstance(value, str):
+        return f'{name} = "{value}"' if value else name
+    return f"{name} = {value:g}"

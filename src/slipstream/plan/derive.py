@@ -445,7 +445,8 @@ def _plan_batch(builder: PlanBuilder) -> None:
         )
     if training.prompts_per_batch <= num_tasks:
         return
-    reason = f"lowered from {training.prompts_per_batch}: the training data has only {num_tasks} prompts"
+    prompts = "one prompt" if num_tasks == 1 else f"{num_tasks} prompts"
+    reason = f"lowered from {training.prompts_per_batch}: the training data has only {prompts}"
     if num_tasks % training.updates_per_batch:
         whole = num_tasks - num_tasks % training.updates_per_batch
         raise ConfigError(

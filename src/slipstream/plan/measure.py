@@ -324,6 +324,10 @@ def read_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     hidden, num_heads = found["hidden_size"], found["num_heads"]
     dtype = values.get("dtype") or values.get("torch_dtype") or shape.get("dtype") or "float32"
     is_tied = bool(shape.get("tie_word_embeddings", values.get("tie_word_embeddings", True)))
+    if is_tied and num_parameters is not None:
+        from slipstream.weights.model_files import has_own_head
+
+        is_tied = not has_own_head(folder)
     facts = ModelFacts(
         **found,
         tied_embeddings=is_tied,

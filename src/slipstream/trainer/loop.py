@@ -7,7 +7,8 @@ Policy version k is the result of k steps; with staleness 0 version k generated 
 
 The loop waits for the reader's next batch and for the engine's update, both with their own deadlines. It ends after the
 last step, at the time limit, when `should_stop` is true (after writing a checkpoint), when evaluations say so
-(`evaluations.py`), or with an error. A run in which no batch had any signal is an error.
+(`evaluations.py`), or with an error. A lost engine leaves a checkpoint of the steps made. A run in which no batch had
+any signal is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from slipstream import records
 from slipstream.config.traits import generates_for
-from slipstream.errors import Interrupted
+from slipstream.errors import EngineError, Interrupted, SlipstreamError
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.steps import Engine, Steps
 
@@ -48,6 +49,9 @@ class TrainingLoop(Steps):
         except Interrupted:
             # A stop request interrupts waits between two updates only: the weights are consistent.
             self.save(last=True)
+            raise
+        except EngineError:
+            self._save_without_engine()
             raise
         finally:
             self.close()
@@ -82,6 +86,15 @@ class TrainingLoop(Steps):
             self.check_learned()
         self.save(last=True)
 
+    def _save_without_engine(self) -> None:
+        """Save the steps made, if the loss of the engine leaves them whole."""
+        if not self.step or self.is_training or self.config.weights.bridge == "single_copy":
+            return
+        try:
+            self.save(last=True)
+        except SlipstreamError as error:  # the engine's loss matters more
+            self.log.warning(f"step {self.step} is in no checkpoint: {error}")
+
     def _one_step(self) -> bool:
         """Train on one batch, and synchronise the engine; returns whether it was the last, by number or by time."""
         with self.log.phase("batch"):
@@ -104,7 +117,7 @@ class TrainingLoop(Steps):
                     metrics |= self.synchronise(evaluate, is_last=is_last, change=change)
                 else:
                     self.engine.release(self.step, change)
-        except Interrupted:
+        except (Interrupted, EngineError):
             # The step was made and will be in the checkpoint: write its metrics too.
             self.report(metrics)
             raise

@@ -94,6 +94,8 @@ class Steps:
 
     step: int = field(init=False)
     """Number of batches trained on."""
+    is_training: bool = field(default=False, init=False)
+    """Whether a step has begun and not ended."""
     held_out_loss: dict[str, float] = field(default_factory=dict[str, float], init=False)
     """Metrics of the held-out sequences, measured last."""
     evaluations: Evaluations = field(init=False)
@@ -156,9 +158,11 @@ class Steps:
     def train(self, batch: records.Batch, objective: Objective | None = None) -> dict[str, float]:
         """Train on one batch and count the outcome; returns its metrics. See `BatchTrainer` for the stages.
         `objective`: in place of the run's."""
+        self.is_training = True
         with self.log.phase("train"):
             metrics = self._train(batch, objective)
         self.step += 1
+        self.is_training = False
         return metrics
 
     def _train(self, batch: records.Batch, objective: Objective | None) -> dict[str, float]:

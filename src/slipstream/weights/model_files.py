@@ -23,6 +23,8 @@ from slipstream.records import ParameterSpec
 from slipstream.weights.shards import ShardedWeights
 
 WEIGHTS_FILE = "model.safetensors"
+HEAD = "lm_head.weight"
+_TIED = "tie_word_embeddings"
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _STORED.items()}
 _STORED_TOO = {
@@ -49,16 +51,17 @@ def write_model_folder(
 ) -> int:
     """Make `folder` a model of these tensors, with the configuration, tokenizer and code files of `source`.
 
-    Tensors are written as they are; `config.json` gets `changes`, and the dtype that most of the numbers have. The
-    folder, and what is in it, is for its owner alone, appears when it is complete, and replaces one of the same name.
-    `durable`: it is on the disk (fsync) when this returns. Returns the bytes of all tensors.
+    Tensors are written as they are; `config.json` gets `changes`, and the dtype that most of the numbers have. A head
+    among the tensors is not tied there. The folder, and what is in it, is for its owner alone, appears when it is
+    complete, and replaces one of the same name. `durable`: it is on the disk (fsync) when this returns. Returns the
+    bytes of all tensors.
     """
     # Tensors gathered from several GPUs must not all be on one.
     gathers = isinstance(named_weights, ShardedWeights)
     weights = {name: (t.detach().cpu() if gathers else t.detach()).contiguous() for name, t in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
         _copy_companions(source, temporary)
-        _write_config(source, temporary, weights.values(), changes or {})
+        _write_config(source, temporary, weights, changes or {})
         stream_tensors(temporary / WEIGHTS_FILE, weights, durable=durable)
     return sum(tensor.nbytes for tensor in weights.values())
 
@@ -242,6 +245,16 @@ def stored_parameters(folder: Path, dtype: str) -> tuple[ParameterSpec, ...]:
     )
 
 
+def has_own_head(folder: Path) -> bool:
+    """Whether the files' output head differs from the embedding. Transformers and vLLM then ignore a `config.json` of
+    tied ones."""
+    if all(name != HEAD for name, _ in _stored(folder)):
+        return False
+    names = ("embed_tokens.weight", HEAD)
+    found = [file.get_tensor(name) for name, file in _stored(folder) if name.endswith(names)]
+    return len(found) == 2 and not torch.equal(found[0], found[1].to(found[0].dtype))
+
+
 def sync(path: Path) -> None:
     """Force a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -264,12 +277,16 @@ def _holds_weights(path: Path) -> bool:
     return path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
 
 
-def _write_config(source: Path, folder: Path, weights: Iterable[Tensor], changes: Mapping[str, Any]) -> None:
+def _write_config(source: Path, folder: Path, weights: Mapping[str, Tensor], changes: Mapping[str, Any]) -> None:
     numbers: Counter[str] = Counter()
-    for tensor in weights:
+    for tensor in weights.values():
         numbers[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config |= changes
+    if HEAD in weights:
+        config[_TIED] = False
+        if isinstance(text := config.get("text_config"), dict):
+            text[_TIED] = False
     config["dtype"] = max(numbers, key=lambda dtype: numbers[dtype])
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

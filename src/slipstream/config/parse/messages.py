@@ -126,6 +126,8 @@ def _reason(kind: str, context: Mapping[str, Any], value: Any) -> str:
         return "is not a finite number"
     if isinstance(value, str) and (kind == "literal_error" or kind == "union_tag_invalid"):
         return "is not a choice"
+    if value == []:
+        return "is an empty list"
     return f"is {_type_name(value)}"
 
 

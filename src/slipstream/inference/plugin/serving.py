@@ -246,15 +246,14 @@ def with_digests(settings: EngineSettings) -> EngineSettings:
 
     from slipstream.records import Version
     from slipstream.weights.fingerprint import describe, digest
-    from slipstream.weights.model_files import read_model_folder
+    from slipstream.weights.model_files import HEAD, has_own_head, read_model_folder
 
     dtype, folder = getattr(torch, settings.dtype), Path(settings.model)
     whole = json.loads((folder / "config.json").read_text())
     is_tied = whole.get("tie_word_embeddings", whole.get("text_config", {}).get("tie_word_embeddings", False))
+    left_out = HEAD if is_tied and not has_own_head(folder) else ""
     stored = (
-        (name, tensor)
-        for name, tensor in read_model_folder(folder)
-        if tensor.is_floating_point() and not (is_tied and name == "lm_head.weight")
+        (name, tensor) for name, tensor in read_model_folder(folder) if tensor.is_floating_point() and name != left_out
     )
     parameters = tuple(spec for name, tensor in stored for spec in describe([(name, tensor.to(dtype))]))
     return msgspec.structs.replace(settings, version=Version(0, 0, digest(parameters)), parameters=parameters)

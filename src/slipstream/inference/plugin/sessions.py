@@ -25,6 +25,7 @@ MARK = "SLIPSTREAM-ANSWER-5d1c07e2"
 _NEUTRAL: Mapping[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 """Sampling values of every run; an agent cannot change them."""
 _LEFT_OUT = ("logit_bias", "response_format", "guided_json", "guided_regex", "structured_outputs", "text")
+_KIND_CHARACTERS = 40
 _OWN = ("temperature", "top_p", "top_k", "min_p")
 
 Chat = dict[str, Any]
@@ -136,7 +137,7 @@ class Session:
         answer: Answer,
         conversation: Conversation | None = None,
         match: Match | None = None,
-        overridden: Mapping[str, float] | None = None,
+        overridden: Mapping[str, float | str] | None = None,
         asked_ids: list[int] | None = None,
         *,
         has_special: bool = False,
@@ -211,9 +212,9 @@ def plain(messages: Sequence[Any]) -> list[Chat]:
     return found
 
 
-def overridden(body: Mapping[str, Any], sampling: SamplingParams) -> dict[str, float]:
-    """The sampling values of a request with others in the run."""
-    found: dict[str, float] = {}
+def overridden(body: Mapping[str, Any], sampling: SamplingParams) -> dict[str, float | str]:
+    """The sampling values of a request with others in the run; of a format its type, and empty for another table."""
+    found: dict[str, float | str] = {}
     for name, ours in {**{name: getattr(sampling, name) for name in _OWN}, **_NEUTRAL}.items():
         value = body.get(name)
         if isinstance(value, int | float) and value != ours and not (name == "top_k" and max(value, 0) == ours):
@@ -223,7 +224,7 @@ def overridden(body: Mapping[str, Any], sampling: SamplingParams) -> dict[str, f
         format_ = cast("Any", value.get("format") if name == "text" and isinstance(value, Mapping) else value)
         kind = cast("Any", format_.get("type")) if isinstance(format_, Mapping) else None
         if format_ and kind != "text":
-            found[name] = 1.0
+            found[name] = kind[:_KIND_CHARACTERS] if isinstance(kind, str) else ""
     return found
 
 

@@ -10,7 +10,9 @@ every attempt is a new process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from slipstream.errors import (
@@ -110,3 +112,24 @@ def start_again(
         time.sleep(_POLL_S)
     log.has_exit = True
     raise StartsAgain(log.folder)
+
+
+@contextmanager
+def ends_restarted(folder: Path) -> Generator[None]:
+    """An error before a restarted attempt opens its folder ends the run. An absent server is then an engine's
+    failure."""
+    try:
+        yield
+    except SlipstreamError as error:
+        last = read_events(folder)[-1:]
+        if not last or last[0]["kind"] != "restart":
+            raise
+        from slipstream.inference.server_client import Unreached
+
+        with RunLog.create(folder, resume=True, is_over=True) as log:
+            log.step = last[0]["step"]
+            if isinstance(lost := error.__cause__, Unreached):
+                raise EngineError(
+                    f"{lost} at step {log.step}: start it again with slipstream engine, and the run with --resume"
+                ) from error
+            raise

@@ -31,7 +31,34 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
         raise ConfigError(text)
     if found is not None and found.has_all:
         raise ConfigError(f"run {folder} has already made its {found.step} steps: raise training.steps to go on")
+    if found is not None:
+        _refuse_other_adapter(found.checkpoint, config)
     return found.step if found is not None else 0
+
+
+def _refuse_other_adapter(checkpoint: Path, config: PlannedConfig) -> None:
+    """Raise `ConfigError` where the checkpoint has an adapter of another form than [lora] makes."""
+    from slipstream.weights.adapter_folder import is_adapter_folder, read_adapter_config
+
+    lora, weights = config.lora, checkpoint / "weights"
+    if not is_adapter_folder(weights):
+        return
+    try:
+        found = read_adapter_config(weights)
+    except ConfigError:  # the checkpoint is damaged, and one before it may be used
+        return
+    if lora is None:
+        raise ConfigError(
+            f"checkpoint {checkpoint} is an adapter, and there is no [lora]: set lora.rank = {found.rank}, or start a "
+            "new run"
+        )
+    for name, wanted, there in (("rank", lora.rank, found.rank), ("dora", lora.dora, found.dora)):
+        if wanted != there:
+            wanted, there = str(wanted).lower(), str(there).lower()
+            raise ConfigError(
+                f"lora.{name} = {wanted}, and the adapter of checkpoint {checkpoint} has {there}: set lora.{name} = "
+                f"{there}, or start a new run"
+            )
 
 
 def end_unsaid(folder: Path, config: PlannedConfig, *, with_time_limit: bool) -> bool:
@@ -64,6 +91,7 @@ def end_unsaid(folder: Path, config: PlannedConfig, *, with_time_limit: bool) ->
 class _Last:
     """A run as its newest checkpoint that can be resumed from has it."""
 
+    checkpoint: Path
     step: int
     has_all: bool
     """Whether no step and no evaluation is left to be made."""
@@ -96,7 +124,7 @@ def _last(folder: Path, config: PlannedConfig) -> _Last | None:
     is_evaluated = config.evaluation is None or int(extra["evaluated_step"]) >= step
     limits = [event["max_seconds"] for event in read_events(folder, kinds=("time_limit",)) if event["step"] == step]
     is_late = config.training.max_seconds in limits
-    return _Last(step, step >= config.training.steps and is_evaluated, is_evaluated, is_late, watch)
+    return _Last(latest, step, step >= config.training.steps and is_evaluated, is_evaluated, is_late, watch)
 
 
 _LIMITS = ("training.max_seconds", "evaluation.stop_at", "evaluation.patience")

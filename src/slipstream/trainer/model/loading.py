@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, one_line
 from slipstream.trainer.model.vision_towers import auto_class, read_config, reads_images, text_config
 from slipstream.weights.bridges.single_copy import CannotShare, SharedWeights, check_loaded, open_weights
-from slipstream.weights.model_files import stored_parameters
+from slipstream.weights.model_files import HEAD, has_own_head, stored_parameters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -119,7 +119,11 @@ def _place(
         kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
     dtype = options["dtype"]
     specs = stored_parameters(folder, str(dtype).removeprefix("torch."))
-    placeholders = {spec.name: torch.zeros(1, dtype=dtype).expand(spec.shape) for spec in specs}
+    # Transformers ties an embedding and a head of equal values.
+    differs = HEAD if has_own_head(folder) else ""
+    placeholders = {
+        spec.name: torch.full((1,), float(spec.name == differs), dtype=dtype).expand(spec.shape) for spec in specs
+    }
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in placeholders.items()}
     network, loading = kind.from_pretrained(None, config=config, state_dict=placeholders, **options)
     if shared is None:
