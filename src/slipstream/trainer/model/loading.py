@@ -119,8 +119,9 @@ def _place(
         kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
     dtype = options["dtype"]
     specs = stored_parameters(folder, str(dtype).removeprefix("torch."))
-    # Transformers ties an embedding and a head of equal values.
-    differs = HEAD if has_own_head(folder) else ""
+    # Where the configuration ties them, transformers does so with an embedding and a head of equal values.
+    is_tied = any(getattr(each, "tie_word_embeddings", False) for each in (config, text_config(config)))
+    differs = HEAD if is_tied and has_own_head(folder) else ""
     placeholders = {
         spec.name: torch.full((1,), float(spec.name == differs), dtype=dtype).expand(spec.shape) for spec in specs
     }
