@@ -6,7 +6,8 @@
 GRPO has its trainer on the first GPU and an engine on each other; weights go by `broadcast`. The cases take turns.
 `nodes` has one agent a node on loopback, `network` also a value of NCCL_HOSTID for each node: NCCL then takes them for
 different hosts and uses sockets. `server`: the second GPU has an engine as a server (`slipstream engine`).
-Prints a Markdown table: medians and ranges over all steps but the first two.
+Prints a Markdown table: medians and ranges over all steps but the first two. Transfer and stall, in milliseconds, are
+the engine's part of an update.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu import ENVIRONMENT, WARM_UP, figures, run_file, small_table
+from gpu import ENVIRONMENT, WARM_UP, figures, run_file, small_table, spread
 from shapes import shaped_model
 
 ADDRESS, RUN_ID = "127.0.0.1:29450", "nodes"
@@ -98,7 +99,7 @@ def measure(case: str, file: Path, run: Path, options: argparse.Namespace) -> di
 
 def read(case: str, run: Path, code: int) -> dict[str, Any]:
     """The figures of a run."""
-    from slipstream.runlog import read_metrics
+    from slipstream.runlog import read_events, read_metrics
 
     result: dict[str, Any] = {"case": case, "code": code}
     every = [row for row in read_metrics(run) if row["step"] > 0] if code == 0 else []
@@ -107,7 +108,18 @@ def read(case: str, run: Path, code: int) -> dict[str, Any]:
             log.name: log.read_text(errors="replace")[-3000:] for log in sorted((run / "logs").glob("*.log"))
         }
     rows = every[WARM_UP:]
-    return result | figures(rows) | {"losses": [row["train/loss"] for row in every]}
+    applied = read_events(run, kinds=["apply"])[1 + WARM_UP :]
+    parts = {name: spread([event[f"{name}_s"] for event in applied]) for name in ("transfer", "stall")}
+    return result | figures(rows) | parts | {"losses": [row["train/loss"] for row in every]}
+
+
+def last_cell(result: dict[str, Any]) -> str:
+    """The parts of updates in milliseconds, medians and ranges, and the last loss."""
+    cells: list[str] = []
+    for name in ("transfer", "stall"):
+        middle, low, high = (1000 * seconds for seconds in result[name])
+        cells.append(f"{name} {middle:.0f} ({low:.0f} to {high:.0f}) ms")
+    return f"{', '.join(cells)}; {result['losses'][-1]:.8f}"
 
 
 def main() -> int:
@@ -150,7 +162,7 @@ def main() -> int:
             for case in options.cases or (SFT_CASES if options.sft else GRPO_CASES):
                 results.append(measure(case, file, folder / f"{case.replace(' ', '-')}-{repeat}", options))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    print(small_table(results, "last loss", lambda result: f"{result['losses'][-1]:.8f}"))
+    print(small_table(results, "updates; last loss", last_cell))
     return 1 if any("step" not in result for result in results) else 0
 
 

@@ -119,7 +119,7 @@ def _place(
         kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
     dtype = options["dtype"]
     specs = stored_parameters(folder, str(dtype).removeprefix("torch."))
-    # Where the configuration ties them, transformers does so with an embedding and a head of equal values.
+    # If the configuration ties them, transformers ties an embedding and a head of equal values.
     is_tied = any(getattr(each, "tie_word_embeddings", False) for each in (config, text_config(config)))
     differs = HEAD if is_tied and has_own_head(folder) else ""
     placeholders = {
