@@ -676,6 +676,16 @@ class TestCompile:
         # Compiled layers keep less, so rows are longer, or the same.
         assert long.config.training.micro_batch_tokens >= short.config.training.micro_batch_tokens
 
+    def test_small_layers_are_not_compiled(self):
+        small = {"num_gpus": 1, "gpu_memory_bytes": 139 * GIB, "num_parameters": 134_515_008, "hidden_size": 576}
+        small |= {"intermediate_size": 1536, "num_layers": 30, "vocab_size": 49_152, "max_prompt_tokens": 500}
+        made = plan({"training.steps": 50_000}, **small)
+        assert (made.config.training.compile, reasons(made)["training.compile"]) == (
+            False,
+            "layers as small as these train faster as CUDA graphs",
+        )
+        assert plan({"training.steps": 50_000, "lora": {"rank": 8}}, **small).config.training.compile is True
+
     def test_what_was_asked_for_stays(self):
         values = {"training.steps": 5000, "training.packing": False}
         assert plan(GENERATED | values, **CARD).config.training.compile is False

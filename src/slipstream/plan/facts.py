@@ -56,6 +56,12 @@ class ModelFacts:
         return self.num_parameters < SMALL_MODEL_PARAMETERS
 
     @property
+    def layer_parameters(self) -> int:
+        """Parameters of a decoder layer."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return (self.num_parameters - self.num_tower - embeddings) // self.num_layers
+
+    @property
     def num_decoding(self) -> int:
         """Parameters that can be trained: without an image tower that is not."""
         return self.num_parameters - self.num_frozen

@@ -61,6 +61,9 @@ LEAST_RUNS = 2
 TRAINING_TIME = "training time"
 COMPILING_SAVES = 0.2
 """Fraction of the training time that compiled layers save."""
+SMALL_LAYER = 7e6
+"""Parameters of a decoder layer. With fewer a CPU's launches set the time: compiling saved none with SmolLM2-135M, and
+CUDA graphs half of a step or more (`trainer/model/decoder_graphs.py`; rows of up to 8,192 tokens)."""
 
 
 def sequences_wanted(builder: PlanBuilder) -> tuple[int, str]:
@@ -431,6 +434,8 @@ def _compiling_pays(config: RunConfig, facts: Facts, num_steps: int) -> tuple[bo
         return False, "rows of one sequence are short: there is little to fuse"
     if config.model.dtype == "float32":
         return False, "in float32 the matrix multiplications take the time"
+    if config.lora is None and config.training.ranks == 1 and facts.model.layer_parameters < SMALL_LAYER:
+        return False, "layers as small as these train faster as CUDA graphs"
     seconds = _training_seconds(config, facts, num_steps)
     pays = LEAST_RUNS * COMPILING_SAVES * seconds > COMPILING_S
     gain = f"about {seconds:,.0f} s of training, of which it saves a fifth" if seconds >= 1 else "hardly any training"

@@ -29,9 +29,11 @@ from slipstream.trainer.model.layers import LayerOptions, decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import MicroBatch
 
-_MOST_WORK = 5e10
-"""Parameters of a layer times tokens. Beyond it the GPU needs a third of the time of a layer's launches or more (3 ms;
-6 operations a parameter and token, 400 TFLOP/s), and padding can double it."""
+_MOST_WORK = 6e10
+"""Parameters of a layer times tokens. Beyond it the GPU needs longer than the launches: with 6 operations a parameter
+and token, and 400 TFLOP/s, 1 ms of 3 ms a layer, and padding can double it."""
+_MOST_PARAMETERS = 6e8
+"""Of the decoder. The sums of its gradients, 4 bytes each, keep their memory between steps."""
 _LEAST_TOKENS, _LEAST_QUERIES, _LEAST_KEYS = 1024, 256, 512
 _KEYS, _SEGMENTS = 8, 8
 """Slots of keys for each token, and tokens for each segment, unless a row needs more slots or segments."""
@@ -156,7 +158,9 @@ class DecoderGraphs:
             return None
         layers = decoder_layers(model.network)
         size = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-        return cls(cast("Any", model.network).get_decoder(), size // len(layers))
+        decoder = cast("Any", model.network).get_decoder()
+        is_small = sum(parameter.numel() for parameter in decoder.parameters()) <= _MOST_PARAMETERS
+        return cls(decoder, size // len(layers)) if is_small else None
 
     def hidden(self, row: MicroBatch) -> Tensor | None:
         """The decoder's last hidden states `[T, D]`, valid until the next call; differentiable once. None: no graph
