@@ -142,7 +142,8 @@ class DecoderGraphs:
         self._anchor = torch.zeros(0, requires_grad=True)
         """Makes autograd record a call: its other inputs have no gradients."""
         self._graphs: dict[tuple[RowShape, bool], _Graph] = {}
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pools: dict[bool, Any] = {}
+        """The memory of graphs with a backward pass, and of those without."""
         self._stream = torch.cuda.Stream()
         self._pending: weakref.ref[_Pending] | None = None
         self._problem = ""
@@ -185,11 +186,12 @@ class DecoderGraphs:
     def _loaded(self, row: MicroBatch, shape: RowShape, trains: bool) -> _Graph | None:
         places = [each.data_ptr() for each in self._weights]
         if places != self._places:  # the weights have moved
-            self._graphs, self._places, self._pool = {}, places, torch.cuda.graph_pool_handle()
+            self._graphs, self._places, self._pools = {}, places, {}
         graph = self._graphs.get((shape, True)) or self._graphs.get((shape, trains))
         if graph is not None:
             graph.load(row)
             return graph
+        self._make_room(shape, trains)
         graph = _Graph(shape, self._weights[0].device)
         graph.load(row)
         try:
@@ -204,6 +206,14 @@ class DecoderGraphs:
         self._graphs[shape, trains] = graph
         return graph
 
+    def _make_room(self, shape: RowShape, trains: bool) -> None:
+        """Forget smaller graphs before a larger one. Its activations do not fit the pieces of theirs, which later ones
+        find in its memory."""
+        known = [other.tokens for other, with_gradients in self._graphs if with_gradients == trains]
+        if max(known, default=0) < shape.tokens:
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] != trains}
+            self._pools[trains] = torch.cuda.graph_pool_handle()
+
     def _capture(self, graph: _Graph, trains: bool) -> None:
         if trains and not self._sums:
             self._sums = [torch.zeros(each.shape, device=each.device) for each in self._holders]
@@ -215,20 +225,21 @@ class DecoderGraphs:
                 if trains:
                     hidden.backward(torch.zeros_like(hidden))
                 del hidden
-            with self._captured_by(graph.forward):
+            torch.cuda.empty_cache()  # the plan counts activations once
+            with self._captured_by(graph.forward, trains):
                 hidden = self._decode(graph)
             graph.hidden_TD = hidden.detach()
             if trains:
                 graph.gradient_TD = torch.zeros_like(graph.hidden_TD)
-                with self._captured_by(graph.backward):
+                with self._captured_by(graph.backward, trains):
                     hidden.backward(graph.gradient_TD)
 
     @contextmanager
-    def _captured_by(self, graph: torch.cuda.CUDAGraph) -> Generator[None]:
-        """`torch.cuda.graph` without emptying the allocators' caches: filling them again takes longer than the rest."""
+    def _captured_by(self, graph: torch.cuda.CUDAGraph, trains: bool) -> Generator[None]:
+        """`torch.cuda.graph` without emptying the allocators' caches."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pools[trains], capture_error_mode="thread_local")
             try:
                 yield
             finally:
