@@ -68,7 +68,7 @@ def _judged(
         margins_P = known_S[0::2] - known_S[1::2]
         metrics = {"accuracy": (margins_P > 0).double().mean(), "margin": beta * margins_P.mean()}
     else:
-        if all(each.token_ids == sequences[0].token_ids for each in sequences[1:]):
+        if len(sequences) == 1:
             raise DataError(
                 'preferences.loss = "kto" compares each completion of an optimizer step, or of the held-out rows, with '
                 "another one, and here there is one alone: give more rows"

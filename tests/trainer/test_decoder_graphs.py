@@ -33,7 +33,7 @@ def test_padding_leaves_each_token_its_keys_and_slots(families, extra):
         lengths += [shared, *sizes]
     layout, num_tokens = segment_layout(lengths, prefixes=prefixes), sum(lengths)
     least = RowShape.of(layout)
-    assert least == (1024, 8192 if least.keys else 0, 128, 256, 512)
+    assert least == (1024, 8192 if least.keys else 0, 256, 256, 512)
     shape = least._replace(tokens=num_tokens + extra, keys=least.keys and 4096, longest_query=max(*lengths, 3))
     places, ends = fill(layout, shape)
     query_ends, key_ends = ends.reshape(2, -1)
@@ -74,7 +74,7 @@ def test_both_passes_give_what_they_give_without_graphs(model_folder, num_comple
         if number % 4 < num_completions
     ]
     results = []
-    for graphs in (None, DecoderGraphs.of(model)):
+    for graphs in (None, DecoderGraphs.of(model, 200)):
         model.graphs = graphs
         learner.forward_backward(StepBatch(sequences), SFTObjective())
         gradients = {name: holder.grad.clone() for name, holder in optimizer._holders.items()}

@@ -158,7 +158,8 @@ def build(
         with stage("compile the layers") if config.training.compile is True else nullcontext():
             compile_if_asked(config, model)
         trained = Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
-        model.graphs = DecoderGraphs.of(model)
+        if not config.inference.sleep:  # a waking engine takes the memory of graphs
+            model.graphs = DecoderGraphs.of(model, tokens)
         return trained
 
     with stage("load the trainer's model"):

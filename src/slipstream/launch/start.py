@@ -68,10 +68,10 @@ def run_training(
         with stages.stage("read model and data"):
             from slipstream.launch.engines import create_engine
             from slipstream.launch.prepare import prepare
-            from slipstream.launch.recovery.restarts import ends_restarted
+            from slipstream.launch.recovery.restarts import end_on_early_error
             from slipstream.launch.run import train
 
-            with ends_restarted(folder) if folder is not None and resume else nullcontext():
+            with end_on_early_error(folder) if folder is not None and resume else nullcontext():
                 prepared = prepare(same_commit(loaded) if resume else loaded)
         if folder is not None and may_be_complete and is_complete(folder, prepared.config):  # steps derived from epochs
             return _finished(folder)

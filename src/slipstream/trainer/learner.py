@@ -156,6 +156,7 @@ def add_gradients(
             if model.replay is not None:
                 sums |= model.replay.counted()
             (loss if loss_scale == 1.0 else loss * loss_scale).backward()
+            del loss  # a CUDA graph of the next row must not find this one's autograd nodes
         num_tokens = len(micro.token_ids_T)
         # They stay on the device: reading a number here would synchronize the GPU.
         totals.add(Sums({key: value.double() for key, value in sums.items()}, 1, num_tokens, num_tokens))

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from slipstream import records
 from slipstream.config.traits import generates_for
-from slipstream.errors import EngineError, Interrupted, SlipstreamError
+from slipstream.errors import EngineError, Interrupted, one_line
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.steps import Engine, Steps
 
@@ -92,8 +92,8 @@ class TrainingLoop(Steps):
             return
         try:
             self.save(last=True)
-        except SlipstreamError as error:  # the engine's loss matters more
-            self.log.warning(f"step {self.step} is in no checkpoint: {error}")
+        except Exception as error:  # noqa: BLE001 - the engine's loss matters more, and the GPU may be lost with it
+            self.log.warning(f"step {self.step} is in no checkpoint: {one_line(error)}")
 
     def _one_step(self) -> bool:
         """Train on one batch, and synchronise the engine; returns whether it was the last, by number or by time."""

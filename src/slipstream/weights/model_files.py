@@ -252,7 +252,8 @@ def has_own_head(folder: Path) -> bool:
         return False
     names = ("embed_tokens.weight", HEAD)
     found = [file.get_tensor(name) for name, file in _stored(folder) if name.endswith(names)]
-    return len(found) == 2 and not torch.equal(found[0], found[1].to(found[0].dtype))
+    coarsest = min((each.dtype for each in found), key=lambda dtype: dtype.itemsize)
+    return len(found) == 2 and not torch.equal(*(each.to(coarsest) for each in found))
 
 
 def sync(path: Path) -> None:

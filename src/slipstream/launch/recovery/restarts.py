@@ -115,7 +115,7 @@ def start_again(
 
 
 @contextmanager
-def ends_restarted(folder: Path) -> Generator[None]:
+def end_on_early_error(folder: Path) -> Generator[None]:
     """An error before a restarted attempt opens its folder ends the run. An absent server is then an engine's
     failure."""
     try:

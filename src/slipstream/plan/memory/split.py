@@ -61,9 +61,9 @@ LEAST_RUNS = 2
 TRAINING_TIME = "training time"
 COMPILING_SAVES = 0.2
 """Fraction of the training time that compiled layers save."""
-SMALL_LAYER = 7e6
-"""Parameters of a decoder layer. With fewer a CPU's launches set the time: compiling saved none with SmolLM2-135M, and
-CUDA graphs half of a step or more (`trainer/model/decoder_graphs.py`; rows of up to 8,192 tokens)."""
+SMALL_LAYER, SMALL_LAYER_ROWS = 6e6, 8192
+"""Parameters of a decoder layer, and tokens of a row. With fewer a CPU's launches set the time: compiling saved none
+with SmolLM2-135M, and CUDA graphs half of a step or more (`trainer/model/decoder_graphs.py`)."""
 
 
 def sequences_wanted(builder: PlanBuilder) -> tuple[int, str]:
@@ -281,6 +281,8 @@ def plan_micro_batch(builder: PlanBuilder) -> None:
     rows = _plan_checkpointing(builder, longest, budget, source)
     builder.warnings += _tower_warnings(builder.facts, rows, budget, source)
     most = MAX_CPU_MICRO_BATCH_TOKENS if builder.on_cpu else MAX_MICRO_BATCH_TOKENS
+    if not builder.on_cpu and _has_small_layers(builder.original, builder.facts):
+        most = SMALL_LAYER_ROWS
     if (together := builder.original.training.context_parallel) > 1:
         most *= together
         source += f", on each of the {together} ranks of a row"
@@ -426,6 +428,10 @@ def time_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
         yield Note(TRAINING_TIME, float(f"{minutes:.2g}"), "min", how)
 
 
+def _has_small_layers(config: RunConfig, facts: Facts) -> bool:
+    return config.lora is None and config.training.ranks == 1 and facts.model.layer_parameters < SMALL_LAYER
+
+
 def _compiling_pays(config: RunConfig, facts: Facts, num_steps: int) -> tuple[bool, str]:
     """Whether compiling the trainer's layers saves time, and why."""
     if not facts.num_gpus:
@@ -434,7 +440,7 @@ def _compiling_pays(config: RunConfig, facts: Facts, num_steps: int) -> tuple[bo
         return False, "rows of one sequence are short: there is little to fuse"
     if config.model.dtype == "float32":
         return False, "in float32 the matrix multiplications take the time"
-    if config.lora is None and config.training.ranks == 1 and facts.model.layer_parameters < SMALL_LAYER:
+    if _has_small_layers(config, facts):
         return False, "layers as small as these train faster as CUDA graphs"
     seconds = _training_seconds(config, facts, num_steps)
     pays = LEAST_RUNS * COMPILING_SAVES * seconds > COMPILING_S

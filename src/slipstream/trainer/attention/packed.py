@@ -146,11 +146,16 @@ def _ragged_attention(
     if flash3.enabled():
         ends = layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key
         return flash3.forward(query, keys, values, *ends, scale, window)
-    if newer := flash4.find(query, key, window):
+    if newer := _newer(query, key, window, layout):
         return flash4.forward(newer, query, keys, values, layout, scale)
     given, options = _of_flash(layout, scale, window)
     output, lse, *_ = _flash_forward(query, keys, values, *given, return_debug_mask=False, **options)
     return output.contiguous(), lse
+
+
+def _newer(query: Tensor, key: Tensor, window: int, layout: Ragged) -> Any:
+    """FlashAttention 4, if it is there; it was not tried with empty segments."""
+    return None if layout.has_room else flash4.find(query, key, window)
 
 
 def _of_flash(layout: Ragged, scale: float, window: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -174,7 +179,7 @@ def _ragged_attention_backward(
     """The gradients of query, key and value."""
     layout = layout_of(layout_id).ragged
     keys, values = (gather_slots(each, layout.keys) for each in (key, value))
-    if newer := flash4.find(query, key, window):
+    if newer := _newer(query, key, window, layout):
         of_query, of_keys, of_values = flash4.backward(newer, grad, query, keys, values, output, lse, layout, scale)
     else:
         # The state of a dropout that there is not.

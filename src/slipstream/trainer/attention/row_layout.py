@@ -114,6 +114,8 @@ class Ragged:
     key_ends: Tensor
     longest_query: int
     longest_key: int
+    has_room: bool = False
+    """Whether some segments are empty, and some slots unused."""
 
 
 class _Block(NamedTuple):

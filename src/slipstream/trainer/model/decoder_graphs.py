@@ -12,31 +12,33 @@ So are all rows of a model with a pass that needs a value on the CPU, and all ro
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import TrainingError, one_line
 from slipstream.trainer.attention.row_layout import Gather, Ragged, SegmentLayout, segment_layout
 from slipstream.trainer.model.fused_weight_gradients import holder_of
 from slipstream.trainer.model.layers import LayerOptions, decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.model.vision_towers import text_config
 from slipstream.trainer.packing import MicroBatch
 
-_MOST_WORK = 6e10
-"""Parameters of a layer times tokens. Beyond it the GPU needs longer than the launches: with 6 operations a parameter
-and token, and 400 TFLOP/s, 1 ms of 3 ms a layer, and padding can double it."""
+_MOST_WORK = 5e10
+"""Parameters of a layer times tokens. Beyond it the GPU needs longer than the launches: both passes of a layer take 2.6
+ms of launches, and 6 operations a parameter and token 3 ms (SmolLM2-135M, H200: 100 TFLOP/s)."""
 _MOST_PARAMETERS = 6e8
 """Of the decoder. The sums of its gradients, 4 bytes each, keep their memory between steps."""
 _LEAST_TOKENS, _LEAST_QUERIES, _LEAST_KEYS = 1024, 256, 512
-_KEYS, _SEGMENTS = 8, 8
-"""Slots of keys for each token, and tokens for each segment, unless a row needs more slots or segments."""
+_LEAST_SEGMENTS, _KEYS = 256, 8
+"""Slots of keys for each token, unless a row needs more. Each segment takes memory in the backward pass, also an empty
+one."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,14 +53,17 @@ class RowShape(NamedTuple):
     longest_key: int
 
     @classmethod
-    def of(cls, layout: SegmentLayout) -> RowShape:
-        """The least shape for a row, with its padding."""
+    def of(cls, layout: SegmentLayout, window: int = 0) -> RowShape:
+        """The least shape for a row, with its padding. `window`: the model's sliding window; 0: none."""
         host, num_tokens = layout.host_ragged, sum(layout.lengths)
         tokens, longest_query = _room(num_tokens, _LEAST_TOKENS), _room(host.longest_query, _LEAST_QUERIES)
         padding = tokens - num_tokens
         keys = 0 if host.keys is None else _room(len(host.keys.index_K) + padding, _KEYS * tokens)
-        segments = _room(len(layout.lengths) + -(-padding // longest_query), tokens // _SEGMENTS)
-        return cls(tokens, keys, segments, longest_query, _room(host.longest_key, _LEAST_KEYS))
+        segments = _room(len(layout.lengths) + -(-padding // longest_query), _LEAST_SEGMENTS)
+        longest_key = _room(host.longest_key, _LEAST_KEYS)
+        # A row within the window stays within it.
+        longest_key = min(longest_key, window) if host.longest_key <= window else longest_key
+        return cls(tokens, keys, segments, longest_query, longest_key)
 
 
 def _room(number: int, least: int) -> int:
@@ -69,14 +74,14 @@ class Filled(NamedTuple):
     """A row's layout in a graph's shape."""
 
     places: np.ndarray[Any, np.dtype[np.int64]]
-    """The slots' row positions, their order and its starts, one after the other; empty without slots."""
+    """The three arrays of `Slots`, one after the other; empty without slots."""
     ends: np.ndarray[Any, np.dtype[np.int32]]
     """Cumulative lengths of queries, then of keys."""
 
 
 def fill(layout: SegmentLayout, shape: RowShape) -> Filled:
-    """Pad a row's layout with segments of at most `longest_query` tokens, then with empty ones. Further slots have
-    position 0, and no position counts them as its own."""
+    """Pad a row's layout with segments of at most `longest_query` tokens, then with empty ones. Unused slots have
+    position 0, and are not in the inverse index."""
     host, num_tokens = layout.host_ragged, sum(layout.lengths)
     padding = shape.tokens - num_tokens
     # Cumulative lengths of the padding's segments, then of the empty ones.
@@ -107,19 +112,21 @@ class _Graph:
         parts = self.places.split([shape.keys, shape.keys, shape.tokens + 1]) if shape.keys else ()
         query_ends, key_ends = self.ends.view(2, -1)
         keys = Gather(*parts) if shape.keys else None
-        self.layout.ragged = Ragged(keys, query_ends, key_ends, shape.longest_query, shape.longest_key)
+        longest = shape.longest_query, shape.longest_key
+        self.layout.ragged = Ragged(keys, query_ends, key_ends, *longest, has_room=True)
         self.hidden_TD = torch.empty(0)
         self.gradient_TD = torch.empty(0)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
     def load(self, row: MicroBatch) -> None:
-        """Copy a row to the graph's inputs. Padding keeps the tokens of earlier rows."""
+        """Copy a row to the graph's inputs."""
         filled = fill(row.layout, self.shape)
         for inputs, values in ((self.places, filled.places), (self.ends, filled.ends)):
             inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
         num_tokens = len(row.token_ids_T)
-        self.token_ids_T[:num_tokens].copy_(row.token_ids_T)
-        self.position_ids_T[:num_tokens].copy_(row.position_ids_T)
+        for inputs, values in ((self.token_ids_T, row.token_ids_T), (self.position_ids_T, row.position_ids_T)):
+            inputs[:num_tokens].copy_(values)
+            inputs[num_tokens:].zero_()
 
 
 class _Pending:
@@ -130,11 +137,11 @@ class DecoderGraphs:
     """The graphs of a model's decoder, captured when a row first has their shape. Gradients go to the holders of the
     parameters (`Optimizer`), as they do without a graph."""
 
-    def __init__(self, decoder: nn.Module, layer_size: int) -> None:
+    def __init__(self, decoder: nn.Module, layer_size: int, window: int) -> None:
         self._decoder = decoder
-        self._layer_size = layer_size
+        self._layer_size, self._window = layer_size, window
         self._weights = [*decoder.parameters(), *decoder.buffers()]
-        self._places: list[int] = []
+        self._addresses: list[int] = []
         trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
         self._holders = [holder_of(parameter) for parameter in trained]
         self._sums: list[Tensor] = []
@@ -149,19 +156,21 @@ class DecoderGraphs:
         self._problem = ""
 
     @classmethod
-    def of(cls, model: PolicyModel) -> DecoderGraphs | None:
-        """The graphs of a model with an optimizer, in 16 bits on one GPU, and with layers as they are. None: graphs do
-        not serve it."""
-        is_plain = model.layers == LayerOptions() and model.packing and model.has_lazy_logits
+    def of(cls, model: PolicyModel, micro_batch_tokens: int) -> DecoderGraphs | None:
+        """The graphs of a small model with an optimizer, in 16 bits on one GPU, with layers as they are, and rows of
+        `micro_batch_tokens` at most. None: graphs do not serve it."""
+        is_plain = type(model) is PolicyModel and model.layers == LayerOptions() and model.packing
         others = (model.adapter, model.images, model.replay, model.context)
         is_exact = torch.are_deterministic_algorithms_enabled()
         if model.device.type != "cuda" or model.dtype == torch.float32 or not is_plain or is_exact or any(others):
             return None
-        layers = decoder_layers(model.network)
-        size = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-        decoder = cast("Any", model.network).get_decoder()
-        is_small = sum(parameter.numel() for parameter in decoder.parameters()) <= _MOST_PARAMETERS
-        return cls(decoder, size // len(layers)) if is_small else None
+        layers, decoder = decoder_layers(model.network), cast("Any", model.network).get_decoder()
+        size = sum(parameter.numel() for layer in layers for parameter in layer.parameters()) // len(layers)
+        work = size * _room(micro_batch_tokens, _LEAST_TOKENS)
+        num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        if work > _MOST_WORK or num_parameters > _MOST_PARAMETERS or not _makes_logits(model, decoder):
+            return None
+        return cls(decoder, size, getattr(text_config(model.config), "sliding_window", None) or 0)
 
     def hidden(self, row: MicroBatch) -> Tensor | None:
         """The decoder's last hidden states `[T, D]`, valid until the next call; differentiable once. None: no graph
@@ -169,9 +178,9 @@ class DecoderGraphs:
         is_pending = self._pending is not None and self._pending() is not None
         if self._problem or is_pending or row.shard is not None or row.layout.has_blocks:
             return None
-        shape, trains = RowShape.of(row.layout), torch.is_grad_enabled()
-        if self._layer_size * shape.tokens > _MOST_WORK:
+        if self._layer_size * _room(len(row.token_ids_T), _LEAST_TOKENS) > _MOST_WORK:  # one sequence, longer than rows
             return None
+        shape, trains = RowShape.of(row.layout, self._window), torch.is_grad_enabled()
         graph = self._loaded(row, shape, trains)
         if graph is None:
             return None
@@ -184,9 +193,9 @@ class DecoderGraphs:
         return graph.hidden_TD[:num_tokens]
 
     def _loaded(self, row: MicroBatch, shape: RowShape, trains: bool) -> _Graph | None:
-        places = [each.data_ptr() for each in self._weights]
-        if places != self._places:  # the weights have moved
-            self._graphs, self._places, self._pools = {}, places, {}
+        addresses = [each.data_ptr() for each in self._weights]
+        if addresses != self._addresses:  # the weights have moved
+            self._graphs, self._addresses, self._pools = {}, addresses, {}
         graph = self._graphs.get((shape, True)) or self._graphs.get((shape, trains))
         if graph is not None:
             graph.load(row)
@@ -201,7 +210,7 @@ class DecoderGraphs:
             self._graphs, self._sums = {}, []
             for weight in self._weights:
                 weight.grad = None
-            _log.info("the decoder computes without CUDA graphs (%s)", self._problem)
+            _log.warning("the decoder computes without CUDA graphs (%s)", self._problem)
             return None
         self._graphs[shape, trains] = graph
         return graph
@@ -217,9 +226,7 @@ class DecoderGraphs:
     def _capture(self, graph: _Graph, trains: bool) -> None:
         if trains and not self._sums:
             self._sums = [torch.zeros(each.shape, device=each.device) for each in self._holders]
-        with warnings.catch_warnings(), self._into_sums() if trains else torch.no_grad():
-            # It is the capture's, as it should be.
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+        with self._into_sums() if trains else torch.no_grad():
             with _without_waiting():
                 hidden = self._decode(graph)
                 if trains:
@@ -242,14 +249,15 @@ class DecoderGraphs:
             graph.capture_begin(pool=self._pools[trains], capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is invalid already
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _decode(self, graph: _Graph) -> Tensor:
-        ids, positions = graph.token_ids_T[None], graph.position_ids_T[None]
-        output = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, segments=graph.layout)
-        return output.last_hidden_state.squeeze(0)
+        return _decoded(self._decoder, graph.token_ids_T, graph.position_ids_T, graph.layout)
 
     @contextmanager
     def _into_sums(self) -> Generator[None]:
@@ -277,6 +285,22 @@ class DecoderGraphs:
         if fresh:
             torch._foreach_zero_(fresh)
         graph.backward.replay()
+
+
+def _decoded(decoder: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, layout: SegmentLayout) -> Tensor:
+    ids, positions = token_ids_T[None], position_ids_T[None]
+    return decoder(input_ids=ids, position_ids=positions, use_cache=False, segments=layout).last_hidden_state.squeeze(0)
+
+
+@torch.no_grad()
+def _makes_logits(model: PolicyModel, decoder: nn.Module) -> bool:
+    """Whether the model's logits are its head's outputs for the decoder's hidden states."""
+    row = model.small_row()
+    hidden_TD = _decoded(decoder, row.token_ids_T, row.position_ids_T, row.layout)
+    whole, apart = model.logits(row), model.head(hidden_TD, row.predict_index_N)
+    if isinstance(whole, HeadLogits) and isinstance(apart, HeadLogits):
+        return torch.equal(whole.hidden_ND, apart.hidden_ND)
+    return isinstance(whole, Tensor) and isinstance(apart, Tensor) and torch.equal(whole, apart)
 
 
 class _Replay(torch.autograd.Function):

@@ -56,7 +56,7 @@ from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.model_files import weights_digest
 
 
-class DecoderGraphs(Protocol):
+class RowDecoder(Protocol):
     """See `decoder_graphs.py`."""
 
     def hidden(self, row: MicroBatch) -> Tensor | None:
@@ -91,7 +91,7 @@ class PolicyModel:
         """What sends tokens to the engine's experts, if it is asked for."""
         self.context: ContextGroup | None = None
         """The ranks of each row. None: one rank."""
-        self.graphs: DecoderGraphs | None = None
+        self.graphs: RowDecoder | None = None
         """The decoder as CUDA graphs, which a learner may set."""
         self._uses_adapter = True
         self._adapter_values: dict[str, Tensor] | None = None
@@ -288,7 +288,7 @@ class PolicyModel:
         with torch.no_grad():
             # Scaling or soft-capping after the head would change this constant.
             head.forward = _mark_logits
-            marked = self.logits(self._small_row())
+            marked = self.logits(self.small_row())
         if not isinstance(marked, Tensor) or not bool((marked == _MARK).all()):
             del head.forward
             raise ConfigError(
@@ -311,7 +311,7 @@ class PolicyModel:
             return
         try:
             with torch.no_grad():
-                self.logits(self._small_row())
+                self.logits(self.small_row())
         except (RuntimeError, TypeError, ValueError) as error:
             for hook in hooks:
                 hook.remove()
@@ -320,7 +320,8 @@ class PolicyModel:
                 "= false"
             ) from error
 
-    def _small_row(self) -> MicroBatch:
+    def small_row(self) -> MicroBatch:
+        """A row for trials."""
         sequence = records.Sequence([0, 1, 2, 3], [False, True, True, True])
         (row,) = micro_batches(StepBatch([sequence]), 8, packing=self.packing, device=self.device)
         return row
