@@ -8,8 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream import records
 from slipstream.trainer.attention.row_layout import segment_layout
-from slipstream.trainer.model.decoder_graphs import RowShape, fill
+from slipstream.trainer.learner import Learner
+from slipstream.trainer.loss import SFTObjective
+from slipstream.trainer.model.decoder_graphs import DecoderGraphs, RowShape, fill, makes_logits
+from slipstream.trainer.model.policy import PolicyModel
+from slipstream.trainer.optim.base import MasterAdamW
+from slipstream.trainer.packing import StepBatch, micro_batches
 
 FAMILIES = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 30), max_size=3)), min_size=1, max_size=4)
 """A segment and its continuations."""
@@ -54,27 +60,37 @@ def test_padding_leaves_each_token_its_keys_and_slots(families, extra):
     assert slots == [np.flatnonzero(index[:used] == each).tolist() for each in range(shape.tokens)]
 
 
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_only_a_model_with_plain_logits_is_served(model_folder, fp32_head):
+    model = PolicyModel.load(model_folder, fp32_head=fp32_head)
+    decoder = model.network.get_decoder()
+    assert makes_logits(model, decoder)
+
+    def scaled(*args, **kwargs):
+        output = type(decoder).forward(decoder, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state / 4
+        return output
+
+    network = type("Scaled", (torch.nn.Module,), {"forward": lambda self, **kwargs: scaled(**kwargs)})()
+    assert not makes_logits(model, network), "MiniCPM3 scales between decoder and head"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_completions", [1, 4])
-def test_both_passes_give_what_they_give_without_graphs(model_folder, num_completions):
-    from slipstream import records
-    from slipstream.trainer.learner import Learner
-    from slipstream.trainer.loss import SFTObjective
-    from slipstream.trainer.model.decoder_graphs import DecoderGraphs
-    from slipstream.trainer.model.policy import PolicyModel
-    from slipstream.trainer.optim.base import MasterAdamW
-    from slipstream.trainer.packing import StepBatch, micro_batches
-
+@pytest.mark.parametrize(("micro_batch_tokens", "num_graphs"), [(200, 1), (2000, 2)])
+def test_both_passes_give_what_they_give_without_graphs(model_folder, num_completions, micro_batch_tokens, num_graphs):
     model = PolicyModel.load(model_folder, "bfloat16", "cuda", fp32_head=True, fp32_residual=True)
     optimizer = MasterAdamW(model.network.named_parameters())
-    learner = Learner(model, optimizer, micro_batch_tokens=200)
+    learner = Learner(model, optimizer, micro_batch_tokens=micro_batch_tokens)
+    # Rows of two shapes in one step, if they are long enough: 2,048 tokens, then 1,024.
     sequences = [
-        records.Sequence([1 + number // 4, 5, 7, *([9 + number] * 20)], [False, False, False, *([True] * 20)])
-        for number in range(16)
+        records.Sequence([1 + number // 4, 5, 7, *([9 + number % 20] * 20)], [False, False, False, *([True] * 20)])
+        for number in range(400)
         if number % 4 < num_completions
     ]
+    sequences = sequences[: 2200 // (20 if num_completions > 1 else 22)]
     results = []
-    for graphs in (None, DecoderGraphs.of(model, 200)):
+    for graphs in (None, DecoderGraphs.of(model, micro_batch_tokens)):
         model.graphs = graphs
         learner.forward_backward(StepBatch(sequences), SFTObjective())
         gradients = {name: holder.grad.clone() for name, holder in optimizer._holders.items()}
@@ -82,7 +98,7 @@ def test_both_passes_give_what_they_give_without_graphs(model_folder, num_comple
         results.append((learner.forward(sequences).logprobs, gradients))
     (plain_logprobs, plain), (logprobs, gradients) = results
     assert graphs is not None
-    assert graphs._graphs, graphs._problem
+    assert (len(graphs._graphs), graphs._problem) == (num_graphs, "")
     assert all(map(torch.equal, plain_logprobs, logprobs))
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, plain[name], rtol=2e-2, atol=2e-3 * float(plain[name].abs().max()))

@@ -168,7 +168,7 @@ class DecoderGraphs:
         size = sum(parameter.numel() for layer in layers for parameter in layer.parameters()) // len(layers)
         work = size * _room(micro_batch_tokens, _LEAST_TOKENS)
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
-        if work > _MOST_WORK or num_parameters > _MOST_PARAMETERS or not _makes_logits(model, decoder):
+        if work > _MOST_WORK or num_parameters > _MOST_PARAMETERS or not makes_logits(model, decoder):
             return None
         return cls(decoder, size, getattr(text_config(model.config), "sliding_window", None) or 0)
 
@@ -293,7 +293,7 @@ def _decoded(decoder: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, la
 
 
 @torch.no_grad()
-def _makes_logits(model: PolicyModel, decoder: nn.Module) -> bool:
+def makes_logits(model: PolicyModel, decoder: nn.Module) -> bool:
     """Whether the model's logits are its head's outputs for the decoder's hidden states."""
     row = model.small_row()
     hidden_TD = _decoded(decoder, row.token_ids_T, row.position_ids_T, row.layout)
