@@ -195,7 +195,7 @@ def small_model(folder, kind, **settings):
 
 def check_same(ours, theirs, rtol):
     """Logits and gradients of two networks with the same weights."""
-    row = theirs._small_row()
+    row = theirs.small_row()
     own, other = ours.logits(row), theirs.logits(row)
     torch.testing.assert_close(own, other, rtol=rtol, atol=rtol)
     gradient = torch.randn_like(other)
@@ -226,7 +226,7 @@ def test_a_compiled_network_computes_the_same(tmp_path):
     share_kernels(plain.network)
     compiled = PolicyModel(copy.deepcopy(plain.network), tmp_path)
     assert compile_layers(compiled) == ""
-    row = plain._small_row()
+    row = plain.small_row()
     assert torch.equal(compiled.logits(row), plain.logits(row)), "a compiler fuses nothing that is rounded"
     check_same(compiled, plain, 1e-6)
 
