@@ -186,6 +186,8 @@ def test_a_pair_counts_as_one(pairs, steps, write):
     assert plan.config.training.steps == steps
     lowered = "training.prompts_per_batch was lowered from 16: the training data has only one prompt"
     assert (lowered in plan.warnings) == (pairs == 1)
+    notes = {note.name: note.value for note in plan.notes}
+    assert notes["sequences per batch"] == 2 * plan.config.training.prompts_per_batch
 
 
 @pytest.mark.full

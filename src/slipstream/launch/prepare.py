@@ -209,8 +209,11 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
         processes=placement(environment) if environment else DataFacts.processes,
         num_requested_tasks=requested,
     )
-    if is_sft:  # a row may have several sequences
-        data = replace(data, num_train_tasks=len(conversations), num_eval_rows=len(eval_rows))
+    if is_sft:
+        each = -(-len(examples.lengths) // max(1, len(conversations)))
+        data = replace(
+            data, num_train_tasks=len(conversations), row_sequences=max(1, each), num_eval_rows=len(eval_rows)
+        )
     facts = gather_facts(
         config,
         data,

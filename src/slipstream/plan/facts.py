@@ -105,6 +105,8 @@ class DataFacts:
     """Longest gold answer with its end token; None when there are none."""
     max_sequence_tokens: int | None = None
     """SFT: longest conversation, held-out ones included."""
+    row_sequences: int = 1
+    """SFT: sequences of a row, rounded up: 2 for a pair of preferences."""
     num_eval_rows: int = 0
     """SFT: held-out rows whose loss is measured."""
     num_requested_tasks: int | None = None

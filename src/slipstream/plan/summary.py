@@ -67,7 +67,7 @@ def node_notes(config: PlannedConfig) -> Iterator[Note]:
 def batch_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
     """How much is generated and trained on, in a batch and in all."""
     training, algorithm = config.training, config.algorithm
-    group = algorithm.group_size if isinstance(algorithm, RLConfig) else 1
+    group = algorithm.group_size if isinstance(algorithm, RLConfig) else facts.data.row_sequences
     sequences = training.prompts_per_batch * group
     longest = facts.data.max_sequence_tokens or 0
     if isinstance(algorithm, RLConfig):

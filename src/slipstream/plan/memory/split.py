@@ -414,7 +414,7 @@ def _training_seconds(config: RunConfig, facts: Facts, num_steps: int) -> float:
         completion = facts.model.context_length // 2 if allowed == "auto" else allowed
         tokens = training.prompts_per_batch * algorithm.group_size * (data.max_prompt_tokens + completion)
     else:
-        tokens = training.prompts_per_batch * (data.max_sequence_tokens or 0)
+        tokens = training.prompts_per_batch * data.row_sequences * (data.max_sequence_tokens or 0)
     passes = num_steps * training.epochs_per_batch
     return 6.0 * facts.model.num_decoding * tokens * passes / (GPU_FLOPS * training.ranks)
 
