@@ -16,6 +16,14 @@ from slipstream.plugins import ChatTokenizer, Reward
 from slipstream.records import Message, Task
 
 
+def _missing(folder: Path) -> str:
+    """The problem of a path without a model that is no name of the hub."""
+    if folder.is_dir():
+        return "has no checkpoint yet" if (folder / "checkpoints").is_dir() else ""
+    is_local = folder.is_absolute() or folder.parts[:1] == ("..",) or (len(folder.parts) > 1 and folder.parent.is_dir())
+    return "does not exist" if is_local else ""
+
+
 class ModelReward(Reward):
     """The score of a conversation by a reward model. Raises `ConfigError` for a model of another kind."""
 
@@ -26,8 +34,11 @@ class ModelReward(Reward):
     def __init__(self, path: str, setting: str) -> None:
         from transformers import AutoConfig
 
-        checkpoints = sorted(Path(path).glob("checkpoints/step-*/weights"))
+        folder = Path(path)
+        checkpoints = sorted(folder.glob("checkpoints/step-*/weights"))
         self._path = str(checkpoints[-1]) if checkpoints else path
+        if problem := _missing(folder) if not checkpoints else "":
+            raise ConfigError(f'{setting} = "model:{path}" {problem}: correct it, or train one first')
         try:
             config: Any = AutoConfig.from_pretrained(self._path)
         except (OSError, ValueError) as error:

@@ -21,6 +21,7 @@ from slipstream.trainer.learner import add_gradients, predicted, write_deployabl
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.packing import StepBatch, micro_batches
 from slipstream_preferences.method import Preferences
+from slipstream_preferences.scorer import ModelReward
 from slipstream_preferences.settings import PreferencesConfig
 
 PAIRS = [("12+3=", "15", "16"), ("1+1=", "2", "11"), ("7*8=", "56", "5656565656")]
@@ -146,3 +147,10 @@ def test_models_without_a_class_for_scores_are_refused(method, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing"}))
     with pytest.raises(ConfigError, match="a model of type nothing has no class"):
         method.check_tokenizer(types.SimpleNamespace(path=tmp_path))
+
+
+def test_a_missing_reward_model_is_named_without_asking_the_hub(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name, problem in (("nope", "does not exist"), ("run", "has no checkpoint yet")):
+        with pytest.raises(ConfigError, match=f'{name}" {problem}: correct it, or train one first'):
+            ModelReward(str(tmp_path / name), "environment.reward")

@@ -4,8 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.runlog import read_metrics
+from slipstream.config import load_config
+from slipstream.errors import ConfigError
+from slipstream.launch.prepare import prepare
+from slipstream.launch.run import train
+from slipstream.runlog import read_events, read_metrics
 from slipstream.trainer.model.policy import PolicyModel
+from slipstream.view import make_view
 from slipstream.weights.fingerprint import describe
 from slipstream.weights.model_files import read_model_folder
 
@@ -40,6 +45,15 @@ def test_a_resumed_run_is_bit_for_bit_that_of_nobodys_interruption(more, scripte
     assert learned(undisturbed)[3:] == learned(scripted.folder)[3:]
     assert all(row["value/loss"] > 0 and row["train/grad_norm"] > 0 for row in scripted.metrics[1:])
     assert not list((undisturbed / CHECKPOINT / "weights").glob("*value*"))
+
+
+def test_a_checkpoint_without_a_critic_is_refused_before_anything_starts(scripted, run_file):
+    scripted.run("--training.steps", "1")
+    before = read_events(scripted.folder)
+    prepared = prepare(load_config(run_file, (*PPO, "--training.steps", "2")))
+    with pytest.raises(ConfigError, match="has no critic, and this run's advantages need one"):
+        train(prepared, scripted.folder, make_view("none"), resume=True)
+    assert read_events(scripted.folder) == before
 
 
 def test_in_its_warm_up_the_policy_stays_as_it_is(scripted, model):

@@ -12,11 +12,13 @@ import msgspec
 
 from slipstream.config import Loaded, PlannedConfig, RunConfig, with_values
 from slipstream.config.schema import ArgumentsConfig
+from slipstream.config.traits import uses_critic
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Message, Task
 from slipstream.runlog import RunLog, read_events, read_exit, read_settings
 from slipstream.runlog.evaluations import content_of
 from slipstream.runlog.ledger import end_whole
+from slipstream.trainer.checkpoints.manifest import CRITIC_FOLDER, STATE_FOLDER
 
 if TYPE_CHECKING:
     from slipstream.trainer.evaluations import EarlyStop
@@ -33,6 +35,11 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
         raise ConfigError(f"run {folder} has already made its {found.step} steps: raise training.steps to go on")
     if found is not None:
         _refuse_other_adapter(found.checkpoint, config)
+        if uses_critic(config) and not (found.checkpoint / STATE_FOLDER / CRITIC_FOLDER).is_dir():
+            raise ConfigError(
+                f"checkpoint {found.checkpoint} has no critic, and this run's advantages need one: resume with the "
+                "algorithm that it was made with, or start a new run from the checkpoint's weights"
+            )
     return found.step if found is not None else 0
 
 

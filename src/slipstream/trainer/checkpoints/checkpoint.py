@@ -25,6 +25,7 @@ from slipstream.errors import ConfigError, DataError, TrainingError
 from slipstream.processes.files import write_whole
 from slipstream.records import ParameterSpec
 from slipstream.trainer.checkpoints.manifest import (
+    CRITIC_FOLDER,
     FINGERPRINTS_FILE,
     LOOP_FILE,
     MANIFEST,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _STATE = STATE_FOLDER
 _EXTRA = LOOP_FILE
 _FINGERPRINTS = FINGERPRINTS_FILE
-_CRITIC = "critic"
+_CRITIC = CRITIC_FOLDER
 _FORMAT = 1
 """Version of the format of `state/` and `extra`; incremented when older ones cannot be resumed from."""
 _STEP = re.compile(r"step-\d+(\.old)?")

@@ -19,6 +19,8 @@ from slipstream.regular_files import read_regular
 
 MANIFEST = "manifest.json"
 STATE_FOLDER, LOOP_FILE, FINGERPRINTS_FILE = "state", "state.json", "fingerprints.json"
+CRITIC_FOLDER = "critic"
+"""In the state's folder."""
 HASHED_BYTES = 1 << 20
 """Files up to this size are checked by SHA-256 whenever a checkpoint is looked at; the checksum of a larger one is
 compared where it is loaded, exported or verified."""
