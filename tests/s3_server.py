@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 
+import fsspec
 import pytest
 
 from .redis_server import free_port
@@ -64,6 +65,8 @@ class Server:
 
 def give_credentials(patch, url):
     """From here on botocore finds these credentials and this endpoint, and nothing of whoever runs the tests."""
+    # fsspec keeps file systems by their arguments, and an earlier server's has its endpoint.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     for name in [*os.environ]:
         if name.startswith("AWS_") or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
             patch.delenv(name)
