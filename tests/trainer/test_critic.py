@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from slipstream import records
 from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config.schema import CriticConfig
-from slipstream.errors import TrainingError, ZeroGradientError
+from slipstream.errors import ConfigError, TrainingError, ZeroGradientError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 from slipstream.trainer.critic import Critic, ValueModel, ValueObjective
 from slipstream.trainer.model.policy import PolicyModel
@@ -173,7 +173,7 @@ def test_a_checkpoint_has_it_and_goes_on_bit_for_bit(make_critic, make_learner, 
     ):
         assert torch.equal(ours, theirs), name
     without = store.save(4, learner, model_folder, {"step": 4})
-    with pytest.raises(TrainingError, match="has no critic"):
+    with pytest.raises(ConfigError, match="has no critic"):
         store.load(without, make_learner(), resumed)
 
 

@@ -1,17 +1,23 @@
 """A decoder's CUDA graphs: rows padded to a shape mean the same, and both passes give what they give without graphs."""
 
 import itertools
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slipstream import records
-from slipstream.trainer.attention.row_layout import segment_layout
+from slipstream.errors import TrainingError
+from slipstream.trainer.attention import packed
+from slipstream.trainer.attention.row_layout import layout_of, segment_layout
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.loss import SFTObjective
+from slipstream.trainer.model import decoder_graphs
 from slipstream.trainer.model.decoder_graphs import DecoderGraphs, RowShape, fill, makes_logits
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.trainer.optim.base import MasterAdamW
@@ -73,6 +79,158 @@ def test_only_a_model_with_plain_logits_is_served(model_folder, fp32_head):
 
     network = type("Scaled", (torch.nn.Module,), {"forward": lambda self, **kwargs: scaled(**kwargs)})()
     assert not makes_logits(model, network), "MiniCPM3 scales between decoder and head"
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph on the CPU: operations, which `replay` computes again in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, output))
+        return output
+
+    @torch.no_grad()
+    def replay(self):
+        for func, args, kwargs, output in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def attention_of_any_layout(query, key, value, layout_id, scale, window):
+    """As the kernels, by masks: a fixed number of operations on tensors of the layout's shape."""
+    layout, (num_queries, num_heads, _) = layout_of(layout_id).ragged, query.shape
+    if layout.keys is not None:
+        key, value = (each.index_select(0, layout.keys.index) for each in (key, value))
+    key, value = (each.repeat_interleave(num_heads // each.shape[1], 1) for each in (key, value))
+    segments, backs = [], []
+    for ends, number in ((layout.query_ends, num_queries), (layout.key_ends, len(key))):
+        places = torch.arange(number, dtype=torch.int32)
+        segments.append(torch.searchsorted(ends, places, right=True))
+        backs.append(ends[segments[-1].clamp(max=len(ends) - 1)] - places)
+    visible = (segments[0][:, None] == segments[1]) & (backs[1] >= backs[0][:, None])
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    shares = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", shares, value), None
+
+
+@pytest.fixture
+def make_graphs(monkeypatch):
+    """Small shapes, by tapes in place of CUDA graphs."""
+    for name, value in (("TOKENS", 64), ("QUERIES", 32), ("KEYS", 32), ("SEGMENTS", 16)):
+        monkeypatch.setattr(decoder_graphs, f"_LEAST_{name}", value)
+    monkeypatch.setattr(packed, "_has_kernel", lambda query: True)
+    monkeypatch.setattr(packed, "ragged_attention", attention_of_any_layout)
+    modes = []
+    others = {"graph_pool_handle": object, "get_sync_debug_mode": int, "set_sync_debug_mode": modes.append}
+    for name, fake in ({"CUDAGraph": Tape, "graph": lambda tape, **_: tape} | others).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return lambda model: DecoderGraphs(model.network.get_decoder(), 1, 0)
+
+
+def groups(number, length=6):
+    """Two completions of each prompt."""
+    return [
+        records.Sequence([1 + each, 5, 7, *([9 + other] * length)], [False, False, False, *([True] * length)])
+        for each in range(number)
+        for other in range(2)
+    ]
+
+
+def trained(learner, optimizer, *batches):
+    """The gradient of these batches, and the losses."""
+    losses = [learner.forward_backward(StepBatch(batch), SFTObjective())["loss"] for batch in batches]
+    gradients = {name: holder.grad.clone() for name, holder in optimizer._holders.items()}
+    optimizer.discard_gradients()
+    return gradients, losses
+
+
+def check_close(found, expected):
+    for (name, gradient), other in zip(found[0].items(), expected[0].values(), strict=True):
+        torch.testing.assert_close(gradient, other, msg=lambda text, name=name: f"{name}: {text}")
+    assert found[1] == pytest.approx(expected[1])
+
+
+def test_rows_of_a_step_share_their_graphs(model_folder, make_graphs):
+    """Row after row of two shapes, step after step, with an eager row before, and without gradients."""
+    model = PolicyModel.load(model_folder)
+    optimizer = MasterAdamW(model.network.named_parameters())
+    learner = Learner(model, optimizer, micro_batch_tokens=120)
+    steps = [groups(14), groups(9, 11), groups(4)]
+    plain = [trained(learner, optimizer, step) for step in steps]
+    both = trained(learner, optimizer, steps[0], steps[2])
+    logprobs = learner.forward(steps[0]).logprobs
+    graphs = model.graphs = make_graphs(model)
+    for step, expected in zip([*steps, *steps[::-1]], [*plain, *plain[::-1]], strict=True):
+        check_close(trained(learner, optimizer, step), expected)
+    assert graphs._problem == ""
+    assert len({shape.tokens for shape, _ in graphs._graphs}) == 2
+    for found, expected in zip(learner.forward(steps[0]).logprobs, logprobs, strict=True):
+        torch.testing.assert_close(found, expected)
+    model.graphs, first = None, StepBatch(steps[0])
+    learner.forward_backward(first, SFTObjective())
+    model.graphs = graphs
+    gradients, _ = trained(learner, optimizer, steps[2])
+    check_close((gradients, []), (both[0], []))
+
+
+def test_a_row_waits_for_its_backward_pass(model_folder, make_graphs):
+    model = PolicyModel.load(model_folder)
+    MasterAdamW(model.network.named_parameters())
+    graphs = make_graphs(model)
+    (row,) = micro_batches(StepBatch(groups(2)), 999)
+    first, second = graphs.hidden(row), graphs.hidden(row)
+    assert second is None, "the first row's activations are needed"
+    first.sum().backward(retain_graph=True)
+    with pytest.raises(TrainingError, match="ran twice"):
+        first.sum().backward()
+    third = graphs.hidden(row)
+    assert third is not None
+    del third
+    assert graphs.hidden(row) is not None, "it was never differentiated"
+
+
+def test_weights_that_moved_are_captured_again(model_folder, make_graphs):
+    model = PolicyModel.load(model_folder)
+    optimizer = MasterAdamW(model.network.named_parameters())
+    learner = Learner(model, optimizer, micro_batch_tokens=120)
+    graphs = model.graphs = make_graphs(model)
+    trained(learner, optimizer, groups(3))
+    with torch.no_grad():
+        for parameter in model.network.parameters():
+            parameter.data = parameter.data * 1.5
+    found = trained(learner, optimizer, groups(3))
+    assert graphs._graphs
+    model.graphs = None
+    check_close(found, trained(learner, optimizer, groups(3)))
+
+
+def test_where_a_capture_fails_the_step_goes_on_without(model_folder, make_graphs, monkeypatch, caplog):
+    model = PolicyModel.load(model_folder)
+    optimizer = MasterAdamW(model.network.named_parameters())
+    learner = Learner(model, optimizer, micro_batch_tokens=100)
+    expected, captured = trained(learner, optimizer, groups(11)), []
+
+    @contextmanager
+    def graph(tape, **_):
+        captured.append(tape)
+        with tape:
+            yield
+        if len(captured) == 4:  # the second row's backward pass
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    graphs = model.graphs = make_graphs(model)
+    check_close(trained(learner, optimizer, groups(11)), expected)
+    assert graphs._problem.endswith("operation not permitted when stream is capturing")
+    assert "the decoder computes without CUDA graphs (RuntimeError: operation not" in caplog.text
+    check_close(trained(learner, optimizer, groups(11)), expected)
+    assert len(captured) == 4, "it is not tried again"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -18,7 +18,7 @@ from slipstream.records import Message, Task
 from slipstream.runlog import RunLog, read_events, read_exit, read_settings
 from slipstream.runlog.evaluations import content_of
 from slipstream.runlog.ledger import end_whole
-from slipstream.trainer.checkpoints.manifest import CRITIC_FOLDER, STATE_FOLDER
+from slipstream.trainer.checkpoints.manifest import critic_of
 
 if TYPE_CHECKING:
     from slipstream.trainer.evaluations import EarlyStop
@@ -35,11 +35,8 @@ def refuse_to_resume(folder: Path, config: PlannedConfig) -> int:
         raise ConfigError(f"run {folder} has already made its {found.step} steps: raise training.steps to go on")
     if found is not None:
         _refuse_other_adapter(found.checkpoint, config)
-        if uses_critic(config) and not (found.checkpoint / STATE_FOLDER / CRITIC_FOLDER).is_dir():
-            raise ConfigError(
-                f"checkpoint {found.checkpoint} has no critic, and this run's advantages need one: resume with the "
-                "algorithm that it was made with, or start a new run from the checkpoint's weights"
-            )
+        if uses_critic(config):
+            critic_of(found.checkpoint)
     return found.step if found is not None else 0
 
 

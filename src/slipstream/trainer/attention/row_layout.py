@@ -39,7 +39,7 @@ class Gather:
     order: Tensor
     """The inverse: the real (not padding) slots, by row position."""
     starts: Tensor
-    """Of each row position, and of the end, the place in `order`: `[T + 1]`."""
+    """The place in `order` of each row position, and of the end: `[T + 1]`."""
 
     @cached_property
     def slot_T(self) -> Tensor:
@@ -278,7 +278,7 @@ class SegmentLayout:
         return self._on_device(self._slots(index_K, real_K))
 
     def _slots(self, index_K: Integers, real_K: NDArray[np.bool_] | None) -> Slots | None:
-        """The slots of these row positions, with the inverse. None if they are the row as it is."""
+        """The slots of these row positions, with the inverse. None if they are the row unchanged."""
         num_tokens = sum(self.lengths)
         if np.array_equal(index_K, np.arange(num_tokens)):
             return None

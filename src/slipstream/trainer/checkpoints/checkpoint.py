@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError, DataError, TrainingError
 from slipstream.processes.files import write_whole
 from slipstream.records import ParameterSpec
 from slipstream.trainer.checkpoints.manifest import (
-    CRITIC_FOLDER,
+    CRITIC,
     FINGERPRINTS_FILE,
     LOOP_FILE,
     MANIFEST,
@@ -33,6 +33,7 @@ from slipstream.trainer.checkpoints.manifest import (
     FileFacts,
     Manifest,
     check_loop_state,
+    critic_of,
     decoded,
     difference,
     facts_of,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 _STATE = STATE_FOLDER
 _EXTRA = LOOP_FILE
 _FINGERPRINTS = FINGERPRINTS_FILE
-_CRITIC = CRITIC_FOLDER
 _FORMAT = 1
 """Version of the format of `state/` and `extra`; incremented when older ones cannot be resumed from."""
 _STEP = re.compile(r"step-\d+(\.old)?")
@@ -118,7 +118,7 @@ class CheckpointStore:
             (temporary / _FINGERPRINTS).write_bytes(msgspec.json.encode(proof))
             learner.save(temporary / _STATE)
             if critic is not None:
-                critic.save(temporary / _STATE / _CRITIC)
+                critic.save(temporary / _STATE / CRITIC)
             (temporary / _STATE / _EXTRA).write_text(json.dumps(extra), encoding="utf-8")
             _write_manifest(temporary, step)
             self._step_aside(final)
@@ -189,7 +189,7 @@ class CheckpointStore:
 
     def load(self, path: Path, learner: Learner, critic: Critic | None = None) -> dict[str, Any]:
         """Load the checkpoint's state into `learner` and return its `extra`. Raises `DamagedCheckpoint` before anything
-        is loaded, `TrainingError` if it has only weights left, and as `check_format` does."""
+        is loaded, `TrainingError` if it has only weights left, and as `check_format` and `critic_of` do."""
         reason = damage(path, whole="")
         if reason is not None:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: {reason}")
@@ -197,7 +197,7 @@ class CheckpointStore:
             raise TrainingError(f"checkpoint {path} has only its weights: resume from the newest, or start a new run")
         self.check_format(path)
         if critic is not None:
-            critic.load(path / _STATE / _CRITIC)
+            critic.load(critic_of(path))
         learner.load(path / _STATE)
         return self.read_extra(path)
 

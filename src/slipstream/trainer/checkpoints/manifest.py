@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.regular_files import read_regular
 
 MANIFEST = "manifest.json"
 STATE_FOLDER, LOOP_FILE, FINGERPRINTS_FILE = "state", "state.json", "fingerprints.json"
-CRITIC_FOLDER = "critic"
-"""In the state's folder."""
+CRITIC = "critic"
 HASHED_BYTES = 1 << 20
 """Files up to this size are checked by SHA-256 whenever a checkpoint is looked at; the checksum of a larger one is
 compared where it is loaded, exported or verified."""
@@ -51,6 +50,17 @@ class Manifest(msgspec.Struct, frozen=True):
         for name in self.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"it names {name!r:.80}, a path outside of the checkpoint")
+
+
+def critic_of(checkpoint: Path) -> Path:
+    """The folder of its critic. Raises ConfigError if it has none."""
+    folder = checkpoint / STATE_FOLDER / CRITIC
+    if not folder.is_dir():
+        raise ConfigError(
+            f"checkpoint {checkpoint} has no critic, and this run's advantages need one: resume with the algorithm "
+            "that it was made with, or start a new run from the checkpoint's weights"
+        )
+    return folder
 
 
 class _EarlyStop(msgspec.Struct):

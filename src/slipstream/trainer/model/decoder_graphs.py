@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slipstream.algo.logprobs import HeadLogits
 from slipstream.errors import TrainingError, one_line
-from slipstream.trainer.attention.row_layout import Gather, Ragged, SegmentLayout, segment_layout
+from slipstream.trainer.attention.row_layout import Gather, Ragged, SegmentLayout, segment_layout, to_device
 from slipstream.trainer.model.fused_weight_gradients import holder_of
 from slipstream.trainer.model.layers import LayerOptions, decoder_layers
 from slipstream.trainer.model.policy import PolicyModel
@@ -47,7 +47,7 @@ class RowShape(NamedTuple):
 
     tokens: int
     keys: int
-    """Slots of keys. 0: the keys are the row as it is."""
+    """Slots of keys. 0: the keys are the row unchanged."""
     segments: int
     longest_query: int
     longest_key: int
@@ -122,7 +122,7 @@ class _Graph:
         """Copy a row to the graph's inputs."""
         filled = fill(row.layout, self.shape)
         for inputs, values in ((self.places, filled.places), (self.ends, filled.ends)):
-            inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+            inputs.copy_(to_device(torch.from_numpy(values), inputs.device))
         num_tokens = len(row.token_ids_T)
         for inputs, values in ((self.token_ids_T, row.token_ids_T), (self.position_ids_T, row.position_ids_T)):
             inputs[:num_tokens].copy_(values)
@@ -151,7 +151,6 @@ class DecoderGraphs:
         self._graphs: dict[tuple[RowShape, bool], _Graph] = {}
         self._pools: dict[bool, Any] = {}
         """The memory of graphs with a backward pass, and of those without."""
-        self._stream = torch.cuda.Stream()
         self._pending: weakref.ref[_Pending] | None = None
         self._problem = ""
 
@@ -206,7 +205,7 @@ class DecoderGraphs:
         try:
             self._capture(graph, trains)
         except Exception as error:  # noqa: BLE001 - of a model's code, a compiler or the driver
-            self._problem = one_line(error)
+            self._problem = one_line(error.__context__ or error)  # a capture that ends early hides the reason
             self._graphs, self._sums = {}, []
             for weight in self._weights:
                 weight.grad = None
@@ -232,29 +231,15 @@ class DecoderGraphs:
                 if trains:
                     hidden.backward(torch.zeros_like(hidden))
                 del hidden
-            torch.cuda.empty_cache()  # the plan counts activations once
-            with self._captured_by(graph.forward, trains):
+            # Each capture empties the allocator's cache first: the plan counts activations once.
+            options: dict[str, Any] = {"pool": self._pools[trains], "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph.forward, **options):
                 hidden = self._decode(graph)
             graph.hidden_TD = hidden.detach()
             if trains:
                 graph.gradient_TD = torch.zeros_like(graph.hidden_TD)
-                with self._captured_by(graph.backward, trains):
+                with torch.cuda.graph(graph.backward, **options):
                     hidden.backward(graph.gradient_TD)
-
-    @contextmanager
-    def _captured_by(self, graph: torch.cuda.CUDAGraph, trains: bool) -> Generator[None]:
-        """`torch.cuda.graph` without emptying the allocators' caches."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pools[trains], capture_error_mode="thread_local")
-            try:
-                yield
-            except BaseException:
-                with suppress(RuntimeError):  # the capture is invalid already
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _decode(self, graph: _Graph) -> Tensor:
         return _decoded(self._decoder, graph.token_ids_T, graph.position_ids_T, graph.layout)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +55,8 @@ from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.model_files import weights_digest
 
-
-class RowDecoder(Protocol):
-    """See `decoder_graphs.py`."""
-
-    def hidden(self, row: MicroBatch) -> Tensor | None:
-        """The last hidden states `[T, D]` of a row, or None where the network itself computes them."""
-        ...
+if TYPE_CHECKING:
+    from slipstream.trainer.model.decoder_graphs import DecoderGraphs
 
 
 @dataclass(frozen=True)
@@ -91,8 +86,8 @@ class PolicyModel:
         """What sends tokens to the engine's experts, if it is asked for."""
         self.context: ContextGroup | None = None
         """The ranks of each row. None: one rank."""
-        self.graphs: RowDecoder | None = None
-        """The decoder as CUDA graphs, which a learner may set."""
+        self.graphs: DecoderGraphs | None = None
+        """The decoder as CUDA graphs, if it is small and trained."""
         self._uses_adapter = True
         self._adapter_values: dict[str, Tensor] | None = None
         """See `as_it_is`."""
