@@ -207,8 +207,6 @@ class DecoderGraphs:
         except Exception as error:  # noqa: BLE001 - of a model's code, a compiler or the driver
             self._problem = one_line(error.__context__ or error)  # a capture that ends early hides the reason
             self._graphs, self._sums = {}, []
-            for weight in self._weights:
-                weight.grad = None
             _log.warning("the decoder computes without CUDA graphs (%s)", self._problem)
             return None
         self._graphs[shape, trains] = graph
