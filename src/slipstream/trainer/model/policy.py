@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,13 @@ from slipstream.trainer.packing import MicroBatch, StepBatch, micro_batches
 from slipstream.weights.adapter_folder import AdapterConfig
 from slipstream.weights.model_files import weights_digest
 
-if TYPE_CHECKING:
-    from slipstream.trainer.model.decoder_graphs import DecoderGraphs
+
+class GraphedDecoder(Protocol):
+    """The decoder as CUDA graphs (`DecoderGraphs`)."""
+
+    def hidden(self, row: MicroBatch) -> Tensor | None:
+        """Its last hidden states `[T, D]`. None: no graph serves this row now."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class PolicyModel:
         """What sends tokens to the engine's experts, if it is asked for."""
         self.context: ContextGroup | None = None
         """The ranks of each row. None: one rank."""
-        self.graphs: DecoderGraphs | None = None
+        self.graphs: GraphedDecoder | None = None
         """The decoder as CUDA graphs, if it is small and trained."""
         self._uses_adapter = True
         self._adapter_values: dict[str, Tensor] | None = None
