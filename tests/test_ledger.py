@@ -143,6 +143,13 @@ def test_weights_that_were_lost_made_what_is_lost(tmp_path):
     assert states(tmp_path)["dropped", "undone by a resume"] == (1, 4)
 
 
+def test_groups_of_tasks_that_a_resume_draws_anew_are_of_no_use(tmp_path):
+    crashed(tmp_path, ready=["0.0"])
+    told = []
+    again = ledger(tmp_path, 1, 0, keeps=False, on_drop=lambda *drop: told.append(drop))
+    assert (told, again.kept("ready", 0)) == ([("undone by a resume", {"undone by a resume": 2})], None)
+
+
 def test_a_later_resume_counts_for_all_earlier_attempts(tmp_path):
     ledger(tmp_path, 0, 0)
     ledger(tmp_path, 1, 6)

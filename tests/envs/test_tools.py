@@ -1,7 +1,11 @@
 """Schemas of tools, against those that transformers makes of the same functions."""
 
+import dataclasses
+import datetime
 from typing import Literal
 
+import numpy as np
+import pydantic
 import pytest
 from transformers.utils import get_json_schema
 
@@ -123,10 +127,37 @@ def test_docstrings_of_each_style_and_odd_ones(text, description, arguments):
     assert described(text) == (description, arguments)
 
 
+@dataclasses.dataclass
+class Page:
+    title: str
+    seen: set[int]
+
+
+class Answer(pydantic.BaseModel):
+    pages: list[Page]
+
+
 def test_results_become_text():
-    assert [as_text(value) for value in ("é", {"a": [1, None]}, 2.5, {1, 2} - {1})] == [
-        "é",
-        '{"a": [1, null]}',
-        "2.5",
-        "{2}",
-    ]
+    page, odd = Page("a", {2}), type("Odd", (), {"__str__": lambda self: "odd"})()
+    values = {
+        "é": "é",
+        '{"a": [1, null]}': {"a": [1, None]},
+        "2.5": 2.5,
+        "[2]": {2},
+        '{"title": "a", "seen": [2]}': page,
+        '[{"pages": [{"title": "a", "seen": [2]}]}]': [Answer(pages=[page])],
+        '[1, "2026-11-30"]': (each for each in (1, datetime.date(2026, 11, 30))),
+        "[1.5, 2.0]": np.array([1.5, 2.0]),
+        '{"size": 3}': {"size": np.int64(3)},
+        "text": b"text",
+        "odd": odd,
+        "{(1, 2): 3}": {(1, 2): 3},
+        "[[...]]": (circle := []),
+    }
+    circle.append(circle)
+    assert [as_text(value) for value in values.values()] == list(values)
+
+
+def test_an_iterator_that_raises_is_no_result():
+    with pytest.raises(ValueError, match="no page"):
+        as_text(int("no page") for _ in range(1))

@@ -148,6 +148,24 @@ async def test_calls_of_tools_are_counted_where_there_are_any_also_of_an_episode
     assert (await play(runner_of(environment_of(fails_at_once))[0])).metrics == {}
 
 
+async def test_a_rollout_keeps_the_first_traceback_of_a_tool_for_people():
+    async def calls(task, policy):
+        reply = await policy.chat(task.prompt)
+        for word in ("none", "first", "second"):
+            await policy.call_tool(ToolCall("raises", {"word": word}))
+        return Episode(reply.text)
+
+    def raises(word: str) -> str:
+        if word == "none":
+            return word
+        raise ValueError(word)
+
+    rollout = await play(runner_of(environment_of(calls, tools=(raises,)))[0])
+    assert rollout.outcome == "done"
+    assert rollout.error.startswith("tool raises:\nTraceback")
+    assert rollout.error.endswith("ValueError: first")
+
+
 @pytest.mark.parametrize(
     ("made", "stop", "outcome"),
     [

@@ -129,6 +129,8 @@ class RecordingPolicy:
         """Thinking tokens of the turn with the most."""
         self.num_tool_calls = 0
         self.num_tool_failures = 0
+        self.tool_error = ""
+        """For people: the first details of a tool that failed."""
         self._sampled: list[list[int]] = []
         self._texts: dict[str, str] = {}
         """Each turn's text, by what the next conversation holds of it."""
@@ -249,6 +251,8 @@ class RecordingPolicy:
         result = ToolResult(call.error, "arguments") if call.error else await self._call_tool(call)
         self.num_tool_calls += 1
         self.num_tool_failures += bool(result.failure)
+        if result.failure and result.details:
+            self.tool_error = self.tool_error or f"tool {call.name:.80}:\n{result.details}"
         return result
 
 

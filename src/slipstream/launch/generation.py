@@ -17,7 +17,7 @@ from slipstream.algo.readiness import signal_rule
 from slipstream.atropos.entrance import Entrance
 from slipstream.config import PlannedConfig, SFTConfig, needs_engine_logprobs
 from slipstream.config.atropos import atropos_settings
-from slipstream.config.traits import apply_timeout_s, num_replicas, publishes_adapter
+from slipstream.config.traits import apply_timeout_s, has_curriculum, num_replicas, publishes_adapter
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.data.draws import Draws
 from slipstream.engine_protocols import Generates
@@ -192,7 +192,9 @@ class _Generation:
             context.log.lineage,
             first,
             staleness=config.training.staleness,
-            shape=shape_of_groups(context.prepared, context.log.lineage),
+            shape=shape_of_groups(context.prepared),
+            # Under a curriculum a draw may be another task in each attempt.
+            keeps=not has_curriculum(config),
             orchestrator=context.orchestrator,
             saved_step=lambda: self.executor.saved_step,
             later=asyncio.get_running_loop().call_later,
@@ -375,8 +377,8 @@ class _Generation:
                 self._context.log.warning(f"the ledger lacks how the last groups ended: {error}")
 
 
-def shape_of_groups(prepared: Prepared, lineage: int) -> dict[str, Any]:
-    """What must be equal for groups of an earlier attempt to be used in this one, `lineage`."""
+def shape_of_groups(prepared: Prepared) -> dict[str, Any]:
+    """What must be equal for groups of an earlier attempt to be used in this one."""
     config = prepared.config
     assert not isinstance(config.algorithm, SFTConfig)
     return {
@@ -391,7 +393,7 @@ def shape_of_groups(prepared: Prepared, lineage: int) -> dict[str, Any]:
         "orchestrators": config.run.orchestrators,
         # An engine without them has other log-probabilities.
         **({"shared_kernels": True} if config.model.shared_kernels else {}),
-        **_mixture_shape(config, lineage),
+        **_mixture_shape(config),
     }
 
 
@@ -402,16 +404,14 @@ def drop_metrics(reason: str, tokens: Mapping[str, int]) -> dict[str, float]:
     return {f"dropped_groups/{names[reason]}": 1.0, **found}
 
 
-def _mixture_shape(config: PlannedConfig, lineage: int) -> dict[str, Any]:
-    """What of a mixture decides which task a draw is. Under a curriculum that may be another in each attempt."""
+def _mixture_shape(config: PlannedConfig) -> dict[str, Any]:
+    """What of a mixture decides which task a draw is."""
     section = config.environment
     if section is None or not section.mixture:
         return {}
-    is_adaptive = section.curriculum == "adaptive"
     return {
         "weights": mixture_weights(config),
         "limits": [(part.group_size, part.max_tokens) for part in section.mixture.values()],
-        "attempt": lineage if is_adaptive else None,
     }
 
 

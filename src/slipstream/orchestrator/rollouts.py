@@ -225,6 +225,7 @@ class RolloutRunner:
                 place.leave(task)
         if turns.engine_error is not None:  # the environment suppressed it
             raise turns.engine_error
+        rollout.error = rollout.error or policy.tool_error
         rollout.seconds = time.monotonic() - started
         self.num_ended += 1
         self._on_ended(rollout)

@@ -106,6 +106,7 @@ class Ledger:
         *,
         staleness: int,
         shape: Mapping[str, object],
+        keeps: bool = True,
         saved_step: Callable[[], int] = lambda: 0,
         orchestrator: int = 0,
         later: Callable[[float, Callable[[], None]], object] | None = None,
@@ -114,13 +115,14 @@ class Ledger:
     ) -> None:
         """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
         `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
-        on, is the same. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: whose ledger it is.
-        `later` calls a function in so many seconds, in the thread that writes; without it all is written at once.
-        `keep_bytes`: finished rollouts keep what is encoded here for the transport of their batch. `on_drop` is told
-        of each group of an earlier attempt that is dropped: its reason, and its sampled tokens by reason."""
+        on, is the same, and never without `keeps`. `saved_step`: the step of the newest whole checkpoint.
+        `orchestrator`: whose ledger it is. `later` calls a function in so many seconds, in the thread that writes;
+        without it all is written at once. `keep_bytes`: finished rollouts keep what is encoded here for the transport
+        of their batch. `on_drop` is told of each group of an earlier attempt that is dropped: its reason, and its
+        sampled tokens by reason."""
         self._on_drop = on_drop
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
-        self._later, self._keep_bytes = later, keep_bytes
+        self._later, self._keep_bytes, self._keeps = later, keep_bytes, keeps
         self._unwritten: list[tuple[str, tuple[object, ...]]] = []
         """Statements with their values, for the next transaction."""
         self._path = path = _path_of(folder, orchestrator)
@@ -271,7 +273,7 @@ class Ledger:
         """Why what an earlier attempt has left is of no use; empty where it is."""
         if is_other:
             return "other settings"
-        if data is None:
+        if data is None or not self._keeps:
             return "undone by a resume"
         rollouts = _decoded(data)
         if rollouts is None:

@@ -19,11 +19,12 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 import pydantic
+import pydantic_core
 
 from slipstream.errors import ConfigError, one_line
 from slipstream.records import Message, Task
@@ -117,13 +118,22 @@ def with_tools(messages: Sequence[Message], schemas: Sequence[Schema]) -> tuple[
 
 
 def as_text(value: object) -> str:
-    """What the policy reads of a tool's result."""
-    if isinstance(value, str):
-        return value
+    """What the policy reads of a tool's result: text as it is, other values as JSON, what has no JSON by `str`."""
+    value = list(cast("Iterator[object]", value)) if isinstance(value, Iterator) else value
     try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
+        plain = value if isinstance(value, str | dict | list | tuple) else _plain(value)
+        return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):
         return str(value)
+
+
+def _plain(value: object) -> object:
+    """Numbers, text, lists and dictionaries of the same content: of dataclasses, pydantic's models, dates, arrays."""
+    return pydantic_core.to_jsonable_python(value, fallback=_of_array)
+
+
+def _of_array(value: Any) -> object:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _hints(tool: Tool) -> Mapping[str, Any]:
