@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from slipstream.envs import Score
 from slipstream.errors import ConfigError, first_line
 from slipstream.plugins import ChatTokenizer, Reward
@@ -49,9 +51,17 @@ class ModelReward(Reward):
                 f'{setting} = "model:{path}" is {kind} with {config.num_labels} labels, and a reward model has one '
                 'number: train one with preferences.loss = "reward"'
             )
+        self._setting = f'{setting} = "model:{path}"'
+        for file in Path(self._path).glob("*.safetensors"):
+            try:
+                safe_open(file, framework="pt").keys()
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(
+                    f"{self._setting}: {file.name} is damaged ({first_line(error)}): copy it again"
+                ) from None
 
     def setup_scoring(self) -> None:
-        """Loads model and tokenizer."""
+        """Loads model and tokenizer. Raises `ConfigError` for weights that are damaged or missing."""
         assert self._model is not None
         assert self._tokenizer is not None
 
@@ -74,4 +84,12 @@ class ModelReward(Reward):
         from transformers import AutoModelForSequenceClassification
 
         torch.set_num_threads(1)  # as many workers as cores grade side by side
-        return AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32).eval()
+        try:
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                self._path, dtype=torch.float32, output_loading_info=True
+            )
+        except Exception as error:
+            raise ConfigError(f"{self._setting} cannot be loaded ({first_line(error)}): copy it again") from error
+        if missing := found["missing_keys"]:  # transformers would give random ones
+            raise ConfigError(f"{self._setting} lacks {', '.join(sorted(missing)[:3])}: copy it again")
+        return model.eval()

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from slipstream.commands.small_models.tiny_qwen3 import new_model
@@ -147,6 +148,31 @@ def test_models_without_a_class_for_scores_are_refused(method, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing"}))
     with pytest.raises(ConfigError, match="a model of type nothing has no class"):
         method.check_tokenizer(types.SimpleNamespace(path=tmp_path))
+
+
+@pytest.fixture
+def saved(method, folder, tmp_path):
+    model = reward_model(folder)
+    write_deployable(
+        tmp_path / "model", [(n, weight.float()) for n, weight in model.named_weights()], model.form, folder
+    )
+    return tmp_path / "model"
+
+
+def test_a_damaged_reward_model_is_named_in_the_plan(saved):
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=r"model.safetensors is damaged \(.*\): copy it again"):
+        ModelReward(str(saved), "environment.reward")
+
+
+@pytest.mark.parametrize(("shape", "says"), [(None, r"lacks score\.weight: copy"), ((3, 48), "cannot be loaded")])
+def test_a_reward_model_computes_with_no_random_weights(shape, says, saved):
+    weights = load_file(saved / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights if shape is None else weights | {"score.weight": torch.ones(shape)}, saved / "model.safetensors")
+    with pytest.raises(ConfigError, match=says):
+        ModelReward(str(saved), "environment.reward").setup_scoring()
 
 
 def test_a_missing_reward_model_is_named_without_asking_the_hub(tmp_path):
