@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from slipstream.commands.compare import compare
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.records import Media, Message
 from slipstream.runlog.evaluations import keep_evaluation, prompt_digest
 from tests.test_evaluations import evaluation
@@ -88,6 +88,12 @@ def test_differences_by_source_and_failures(compared):
 def test_what_cannot_be_compared(compared, other, problem):
     with pytest.raises(DataError, match=problem):
         compared(evaluation([1], [0]), other)
+
+
+def test_an_evaluation_is_not_compared_with_itself(compared, tmp_path):
+    compared(evaluation([1], [0]), evaluation([1], [1]))
+    with pytest.raises(ConfigError, match="A and B are both .*a: name two evaluations"):
+        compare(tmp_path / "a", tmp_path / "a")
 
 
 def test_another_prompt_is_another_task(compared):

@@ -146,7 +146,7 @@ def test_what_cannot_be_started_is_one_sentence(place, tmp_path):
         (tmp_path / "empty", "holds neither a model nor an adapter, checkpoint or run: name one"),
         (tmp_path / "none", "does not exist: name the folder"),
         (place / "rows.jsonl", "is a file: name the folder"),
-        (tmp_path / "begun", "has no whole checkpoint yet: wait for its first"),
+        (tmp_path / "begun", "has no whole checkpoint yet: wait for its first if"),
         (tmp_path / "damaged", "is damaged .*missing.*: use another one"),
     ):
         with pytest.raises(ConfigError, match=said):

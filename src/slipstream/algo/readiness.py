@@ -234,8 +234,8 @@ def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement
     if found.truncated_fraction >= _MOSTLY_CUT:
         return Judgement(
             "more SFT first",
-            f"{_percent(found.truncated_fraction)} of the completions are cut at sampling.max_tokens ({passes}): raise "
-            "it, or teach the model to end by more SFT",
+            f"{_percent(found.truncated_fraction)} of the completions are cut at sampling.max_tokens, or at a limit of "
+            f"the environment ({passes}): raise it, or teach the model to end by more SFT",
         )
     if found.distinct_fraction < _FEW_TEXTS:
         return Judgement(

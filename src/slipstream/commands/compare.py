@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.commands.differences import PairedDifference, paired_difference
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.runlog.evaluations import KeptEvaluation, KeptTask, find_evaluation, read_evaluation
 
 _COMPARABLE = ("environment.name", "evaluation.threshold")
@@ -100,6 +100,8 @@ def compare(first: Path, second: Path) -> Comparison:
     Raises `ConfigError` where there are none, and `DataError` for files that cannot be read or compared.
     """
     before, after = find_evaluation(first), find_evaluation(second)
+    if before.samefile(after):
+        raise ConfigError(f"A and B are both {before}: name two evaluations")
     a, b = read_evaluation(before), read_evaluation(after)
     for name in _COMPARABLE:
         ours, theirs = (_without_folder(each.settings.get(name)) for each in (a, b))

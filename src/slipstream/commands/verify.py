@@ -104,7 +104,7 @@ def _verify_run(run: Path, engine: Path | None, timeout_s: float) -> list[Verdic
             raise_unless_right(found)  # a difference matters more than an engine that does not answer
             raise
     if not found:
-        raise ConfigError(f"{run} has no checkpoint and no published version yet: wait for its first")
+        raise ConfigError(f"{run} has no checkpoint and no published version yet: wait for its first if it still runs")
     return found
 
 

@@ -70,7 +70,9 @@ def weights_folder(path: Path) -> Path:
         store = CheckpointStore(path / "checkpoints")
         best, named = store.folder / "best", store.named()
         if not best.is_symlink() and not named:
-            raise ConfigError(f"the run in {path} has no whole checkpoint yet: wait for its first, or name a model")
+            raise ConfigError(
+                f"the run in {path} has no whole checkpoint yet: wait for its first if it still runs, or name a model"
+            )
         # A damaged one is not passed over: an older model in its place would look like the newest.
         path = best.resolve() if best.is_symlink() else named[-1]
         is_checkpoint = True
