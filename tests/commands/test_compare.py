@@ -92,7 +92,7 @@ def test_what_cannot_be_compared(compared, other, problem):
 
 def test_an_evaluation_is_not_compared_with_itself(compared, tmp_path):
     compared(evaluation([1], [0]), evaluation([1], [1]))
-    with pytest.raises(ConfigError, match="A and B are both .*a: name two evaluations"):
+    with pytest.raises(ConfigError, match=r"A and B are both .*a: name two evaluations"):
         compare(tmp_path / "a", tmp_path / "a")
 
 
