@@ -1,6 +1,6 @@
 """A reward model as a reward: `reward = "model:path/to/folder"`.
 
-The folder is a run's, of which the last checkpoint counts, or one of `AutoModelForSequenceClassification` with one
+The folder is a run with its last checkpoint, or one of `AutoModelForSequenceClassification` with one
 label; a name of the hub is one, too. Each reward worker loads it on the CPU, in float32, before its first call.
 """
 
