@@ -403,7 +403,7 @@ class WeightsConfig(Section):
     by the size of the weights, on a slow disk; at least 300."""
     probe_tasks: Annotated[int, Field(gt=0, le=10_000)] = 8
     """Prompts that engine and trainer both score after every apply."""
-    probe_tokens: bounds.Tokens = 16
+    probe_tokens: bounds.Tokens = 8
     """Longest completion of the probe. A step ends after it. `mismatch/...` compares all tokens of the rollouts."""
     probe_warn: PositiveFloat | Auto = "auto"
     """Mean absolute log-probability difference per token that is reported as a warning, with what it looks like.
