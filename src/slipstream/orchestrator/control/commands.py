@@ -47,7 +47,7 @@ class MakeBatches(Command, frozen=True):
 class MakeBatch(Command, frozen=True):
     """Make one batch for `step`, of these tasks, or of the run's own if there are none; answered by `Made`. Its groups
     are ready then, and `Settle` says how they end. It begins once version `oldest` is released, and after the batch of
-    the command before."""
+    the previous command."""
 
     step: int
     oldest: int
@@ -55,7 +55,7 @@ class MakeBatch(Command, frozen=True):
     group_size: int = 0
     """Rollouts of a task; 0: `algorithm.group_size`."""
     first: int = 0
-    """Number of groups of this step in earlier commands."""
+    """Number of groups of this step asked for before."""
 
 
 class Settle(Command, frozen=True):
