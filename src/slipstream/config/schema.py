@@ -43,7 +43,7 @@ class ModelConfig(Section):
     fp32_head: bool | Auto = "auto"
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
     The weights stay as they are. The trainer computes the logits in chunks and keeps tensors for the backward pass in
-    the model's dtype. `auto`: under RL in 16 bits on one GPU, for the tried architectures (Llama, Mistral, Qwen 2
+    the model's dtype. `auto`: under RL in 16 bits on one GPU, for the tested architectures (Llama, Mistral, Qwen 2
     and 3, Gemma 3)."""
     fp32_residual: bool | Auto = "auto"
     """Add up the layers' outputs in float32, in trainer and engine; the inputs of matrix products stay in the model's
@@ -382,8 +382,8 @@ class WeightsConfig(Section):
     still while they are written. Under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
     `broadcast` to `inference.servers`; else `lora` when [lora] is set (not for DoRA or a trained tower of Gemma 3).
     Otherwise `broadcast` if engines have GPUs of their own, `single_copy` on a shared GPU, and `disk` on a CPU. On a
-    shared GPU, too, `disk` is chosen with several engines, unequal numbers of ranks and workers, DoRA, `delta`, or
-    weights in another form in vLLM. It is also chosen if trainer and engine do not fit side by side and
+    shared GPU, too, `disk` is chosen with several engines, unequal numbers of ranks and workers, DoRA or such a tower,
+    `delta`, or weights in another form in vLLM. It is also chosen if trainer and engine do not fit side by side and
     `inference.sleep` leaves more room. Under [lora] `disk`, `broadcast` and `restart` publish the whole model with the
     adapter merged into it."""
     delta: bool = False
