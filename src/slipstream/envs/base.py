@@ -139,7 +139,7 @@ class Policy(Protocol):
 
 
 class ContextFull(Exception):
-    """A conversation leaves no room for another turn. If it ends an episode, this is graded as it stands, and
+    """A conversation leaves no room for another turn. If it ends an episode, the episode is graded as it stands and
     counts as truncated."""
 
 
@@ -194,7 +194,7 @@ class Environment(ABC):
     must set it."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions for the policy to call, plain or coroutines; their schemas follow from type hints and docstrings
-    (`tools/schemas.py`). They run in the same processes as `score`."""
+    (`tools/schemas.py`). They run in worker processes, like `score`."""
     max_tool_calls: int = 16
     """Most calls in one episode."""
     scores_groups: bool = False
@@ -293,7 +293,7 @@ class Environment(ABC):
 
     def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
         """Grades an episode with all its messages. By default `score` grades its text; without `score`, `score_group`
-        grades it as a group of one. Called in the same process as `score`."""
+        grades it as a group of one. Called in the same processes as `score`."""
         if self.grades_texts or not self.grades_groups(task):
             text = graded_part(episode.completion, self.graded_text)
             return Score(0.0, {"no_answer": 1.0}) if text is None else self.score(task, text)
@@ -301,7 +301,7 @@ class Environment(ABC):
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
         """Grades the episodes of one task together, a score for each in order: a ranking, say. Called under
-        `scores_groups`, in the same process as `score`."""
+        `scores_groups`, in the same processes as `score`."""
         raise NotImplementedError
 
     def call_tool(self, name: str, arguments: dict[str, Any], task: Task) -> Any:
