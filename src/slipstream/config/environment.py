@@ -31,9 +31,9 @@ class EnvironmentConfig(Section):
     """`adaptive`: a task of a mixture is drawn by `weight` times the recent fraction of its groups with different
     rewards (at least 0.1). Tasks always or never solved are drawn less often. Checkpoints hold these weights."""
     registry: str = ""
-    """The folder or address (`s3://bucket/prefix`, with the extra `s3`) of `name@digest`, added by `slipstream env
-    push`. Its files are verified before any of them is imported, and kept on this machine; a later start does not need
-    the registry."""
+    """The folder or address (`s3://bucket/prefix`, with the extra `s3`) of `name@digest`, added by
+    `slipstream env push`. Its files are verified before any of them is imported, and kept on this machine; a later
+    start does not need the registry."""
     settings: dict[str, Any] = {}
     """Passed to the environment as they are. `rows` takes `path`, `subset`, `split`, `eval_path`, `eval_split`,
     `format`, `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
