@@ -1,9 +1,9 @@
-"""Records that cross a process boundary: tasks, rollouts, batches and weight tickets.
+"""Records sent between processes: tasks, rollouts, batches and weight tickets.
 
 Every record is a `msgspec` struct (no pickle), decodes only with its own schema, and holds tokens as they were sampled.
 
 A rollout holds one or more *sequences*. A sequence is one contiguous run of tokens: prompt, sampled tokens and, in
-later turns, the environment's tokens between them; `mask` marks the sampled tokens, which are trained on. If a later
+later turns, the environment's tokens between them. `mask` marks the sampled tokens, the only trained ones. If a later
 prompt does not begin with the tokens so far (for example because a template drops earlier thinking), the conversation
 continues in a new sequence: tokens are never re-made from text.
 """
@@ -87,19 +87,18 @@ class Media(msgspec.Struct, frozen=True):
     start: int = 0
     """Index of the first placeholder token in the sequence."""
     num_tokens: int = 0
-    """Placeholder tokens, which follow one another."""
+    """Number of placeholder tokens, without gaps."""
     width: int = 0
     """In pixels, as it was read."""
     height: int = 0
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Frames, rows and columns in which the placeholder tokens lie; zeros where positions do not follow them."""
+    """Frames, rows and columns of the placeholder tokens; zeros if positions do not depend on them."""
     sees_itself: bool = False
-    """Whether all of its tokens attend to one another, those before to those after."""
+    """Whether all of its tokens attend to one another, also forwards."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call of a tool, as the policy wrote it. With an `error`, which says what cannot be read, it has no
-    arguments."""
+    """One call of a tool, as the policy wrote it. `error`: why it cannot be read; it has no arguments then."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -107,7 +106,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     error: str = ""
 
     def as_chat(self) -> dict[str, Any]:
-        """The dictionary that chat templates expect in `tool_calls`."""
+        """Its dictionary in `tool_calls`, as chat templates expect it."""
         call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return {"id": self.id, **call} if self.id else call
 
@@ -118,7 +117,7 @@ class Message(msgspec.Struct, frozen=True):
     role: Role
     content: str
     media: tuple[Media, ...] = ()
-    """Its images, one for each `IMAGE_MARK` in the content; without any, that is text like other text."""
+    """Its images, one for each `IMAGE_MARK` in the content; without any, the mark is plain text."""
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str = ""
     extra: dict[str, Any] = {}
@@ -132,7 +131,7 @@ class Message(msgspec.Struct, frozen=True):
         return hash((self.role, self.content))
 
     def as_chat(self) -> dict[str, Any]:
-        """The dictionary that chat templates expect."""
+        """Its dictionary, as chat templates expect it."""
         content = _content_parts(self.content) if self.media else self.content
         chat: dict[str, Any] = {"role": self.role, "content": content, **self.extra}
         if self.tool_calls:
@@ -152,21 +151,21 @@ def _content_parts(content: str) -> list[dict[str, str]]:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One task: the prompt, and what the reward needs to grade a completion."""
+    """One task: the prompt, and data for the reward to grade a completion."""
 
     id: str
     prompt: tuple[Message, ...]
     answer: str | None = None
     """The gold answer, if the environment has one: the SFT target, and the control of `env test`."""
     info: dict[str, Any] = {}
-    """Anything else that the reward reads; JSON types."""
+    """Further data for the reward; JSON types."""
     part: str = ""
-    """The part of a mixture that it belongs to; empty where there is no mixture."""
+    """Its part of a mixture; empty without a mixture."""
 
     @property
     def source(self) -> str:
-        """What metrics and validation group it by: its part of a mixture, and the data set that it comes from
-        (`data_source`, as in verl's rows), as `part/data_source`; empty where it has neither."""
+        """Its group in metrics and validation: `part/data_source`, its part of a mixture and its data set
+        (`data_source`, as in verl's rows). Only one of them if it lacks the other; empty without both."""
         return "/".join(filter(None, (self.part, str(self.info.get("data_source") or ""))))
 
 
@@ -186,7 +185,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpertChoices(msgspec.Struct, frozen=True, array_like=True):
-    """Of a mixture of experts, those that the engine's routers chose for the first tokens of a sequence. `data`: ids of
+    """Experts chosen by the engine's routers for the first tokens of a sequence, in an MoE model. `data`: ids of
     `width` bytes, little-endian, token by token, `per_token` of each layer; a layer without experts has zeros."""
 
     data: bytes
@@ -252,7 +251,7 @@ class Likeliest(msgspec.Struct, frozen=True, array_like=True):
         return cls(Stream(token_ids.tobytes(), "int64", number), Stream(logprobs.tobytes(), "float32", number))
 
     def where(self, mask: Collection[bool]) -> Likeliest:
-        """Those of the places at which `mask` is true."""
+        """The tokens at true places of `mask`."""
         return Likeliest(self.token_ids.where(mask), self.logprobs.where(mask))
 
 
@@ -261,12 +260,12 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
 
     token_ids: list[int]
     mask: list[bool]
-    """True where the token was sampled by the policy and is to be trained on."""
+    """True for tokens sampled by the policy, to be trained on."""
     logprobs: list[float] | None = None
     """Behaviour log-probability of each sampled token, as processed by the sampler; 0.0 elsewhere."""
     versions: list[VersionSpan] = []
     streams: dict[str, Stream] = {}
-    """More values of the trained tokens, by name. `advantages` stand before those that the trainer computes;
+    """More values of the trained tokens, by name. `advantages` take precedence over the trainer's own.
     `teacher_logprobs` are of the sampling temperature, and so are the teacher's likeliest tokens, `teacher_top_ids` and
     `teacher_top_logprobs`. A loss reads any of them."""
     media: list[Media] = []
@@ -278,7 +277,7 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def num_trainable(self) -> int:
-        """Number of tokens that carry loss."""
+        """Number of tokens with loss."""
         return self.mask.count(True)
 
     def values(self, name: str) -> list[float] | None:
@@ -286,8 +285,8 @@ class Sequence(msgspec.Struct, forbid_unknown_fields=True):
         return self.streams[name].tolist() if name in self.streams else None
 
     def put(self, name: str, values: Iterable[float]) -> None:
-        """Set a stream to those of the `values` that belong to trained tokens. Raises ValueError unless there is one
-        for each token."""
+        """Set a stream to the `values` of the trained tokens. Raises ValueError unless there is one for each token of
+        the sequence, trained or not."""
         self.streams[name] = Stream.of(value for value, trained in zip(values, self.mask, strict=True) if trained)
 
     def ages(self, step: int) -> Counter[int]:
@@ -324,14 +323,14 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     """Why the episode ended; empty in records of earlier versions."""
     num_turns: int = 1
     turn_spans: list[TurnSpan] = []
-    """The sampled tokens of each turn, in the order in which turns ended; empty in records of earlier versions."""
+    """The sampled tokens of each turn, ordered by the turns' ends; empty in records of earlier versions."""
     turn_rewards: list[float] = []
-    """A reward for each turn, where the environment gives them; `reward` is the sum of all."""
+    """A reward for each turn, if the environment gives them; `reward` includes their sum."""
     turns: list[Message] = []
     """The messages after the task's prompt in an episode of several turns, for samples and reports."""
     seconds: float = 0.0
     num_thinking: int = 0
-    """Sampled tokens up to the last `</think>`, of the turn with the most; all of a turn that never closes it."""
+    """Sampled tokens up to the last `</think>`, of the turn with the most; all of a turn without `</think>`."""
 
     @property
     def num_sampled(self) -> int:
@@ -347,10 +346,10 @@ class Batch(msgspec.Struct, forbid_unknown_fields=True):
     version: Version
     rollouts: list[Rollout]
     dropped: dict[str, int] = {}
-    """Rollouts that were started for this batch and are not in it, by reason."""
+    """Rollouts started for this batch but not in it, by reason."""
     metrics: dict[str, float] = {}
     draws: list[int] = []
-    """Under `training.order = "ready"`, the draws of the task order that this batch has used up."""
+    """Under `training.order = "ready"`, the draws of the task order used up by this batch."""
     schema: int = SCHEMA_VERSION
 
 
@@ -385,24 +384,24 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Announces that a version's weights can be applied."""
+    """Announces a version with weights ready to apply."""
 
     version: Version
     bridge: str
     location: str
-    """Where the bridge put the weights: a folder, an adapter, the name of a process group."""
+    """The bridge's place of the weights: a folder, an adapter, the name of a process group."""
     parameters: tuple[ParameterSpec, ...]
     num_bytes: int = 0
     base: tuple[ParameterSpec, ...] = ()
-    """If `parameters` are an adapter's: the frozen base model, which the engine must hold too."""
+    """If `parameters` are an adapter's: the frozen base model. The engine must hold it too."""
     delta: Delta | None = None
     """If only changes are sent: the base version and the changes. `parameters` still describe the whole version."""
     changed_fraction: float | None = None
-    """Fraction of elements that differ from the previous published version; None if they were not compared."""
+    """Fraction of elements changed since the previous published version; None if they were not compared."""
 
 
 class ApplyReport(msgspec.Struct, frozen=True):
-    """A receiver's report on a ticket. `mismatched` names parameters that differ from the ticket."""
+    """A receiver's report on a ticket. `mismatched` names parameters with differences from the ticket."""
 
     version: Version
     mismatched: tuple[str, ...] = ()
@@ -414,7 +413,7 @@ class ApplyReport(msgspec.Struct, frozen=True):
     """How long running requests got no token: from the last token before the update to the first after it; 0 if none
     was running."""
     memory_bytes: int = 0
-    """Memory that the engine's workers have allocated on their GPUs, as torch counts it; of several the most."""
+    """Memory allocated on the GPUs of all workers of an engine, as torch counts it; of several engines the most."""
 
     def and_of(self, base: ApplyReport) -> ApplyReport:
         """Combines the report on an adapter, this one, with the report on its base."""
@@ -427,7 +426,7 @@ class ApplyReport(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """Sampling parameters; behaviour log-probabilities are those of the distribution after all of them."""
+    """Sampling parameters; behaviour log-probabilities are of the distribution after all of them."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -449,22 +448,22 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     seed: int | None = None
     timeout_s: float = 600.0
     group_id: str = ""
-    """Requests of one group share a prompt prefix, which the engine prefills once."""
+    """Requests of one group share a prompt prefix, prefilled once by the engine."""
     scores_prompt: bool = False
     """Also return the log-probabilities of the prompt's tokens, at `sampling.temperature` over the whole vocabulary."""
     num_likeliest: int = 0
     """With these, so many of the likeliest tokens in the place of each prompt token."""
     is_urgent: bool = False
-    """Scheduled before waiting requests that are not urgent."""
+    """Scheduled before other waiting requests."""
     tools: tuple[dict[str, Any], ...] = ()
     """The conversation's tools as JSON schemas; the completion's calls are then parsed, in the model's own format."""
     images: tuple[bytes, ...] = ()
-    """Encoded images (PNG, JPEG), one for each image token of the prompt; vLLM replaces that token by as many as the
+    """Encoded images (PNG, JPEG), one for each image token of the prompt; vLLM replaces the token by as many as the
     image needs. The completion then has `prompt_ids`."""
 
 
 class Completion(msgspec.Struct):
-    """A completion: tokens, the processed log-probability of each, and the versions that generated them."""
+    """A completion: tokens, the processed log-probability of each, and their versions of the weights."""
 
     id: str
     token_ids: list[int]
@@ -472,25 +471,25 @@ class Completion(msgspec.Struct):
     finish_reason: Literal["stop", "length", "abort"]
     versions: list[VersionSpan] = []
     tool_calls: list[ToolCall] = []
-    """The calls in it, where the request had tools."""
+    """The calls in it, if the request had tools."""
     content: str | None = None
-    """Its text apart from the calls, where the request had tools."""
+    """Its text apart from the calls, if the request had tools."""
     error: str = ""
     """Why it was aborted: its deadline passed, or the engine refused it."""
     cause: AbortCause = ""
     """The same for programs."""
     contradiction: str = ""
-    """What contradicts itself in the engine's answer; the engine then answers no further requests."""
+    """The contradiction in the engine's answer; the engine then answers no further requests."""
     prompt_logprobs: list[float] | None = None
-    """Log-probability of each prompt token, if requested; 0.0 for the first, which has no context."""
+    """Log-probability of each prompt token, if requested; 0.0 for the first, without context."""
     likeliest: Likeliest | None = None
     """The likeliest tokens in the place of each prompt token, if requested; zeros for the first."""
     parser_failure: str = ""
-    """What the tool parser raised on it, whose calls are then those that can be seen without it."""
+    """The tool parser's exception on it; its calls are then read without the parser, as far as possible."""
     prompt_ids: list[int] | None = None
     """The prompt's tokens as the engine used them, if the request had images."""
     experts: ExpertChoices | None = None
-    """Of the prompt's tokens and the sampled ones but the last, if the engine was asked for them."""
+    """For all tokens of prompt and completion but the last, if the engine was asked for them."""
 
 
 class SessionOpening(msgspec.Struct, frozen=True):
@@ -535,16 +534,16 @@ class EngineHealth(msgspec.Struct, frozen=True):
     vllm_version: str = ""
     plugin_version: str = ""
     patches: tuple[str, ...] = ()
-    """Patches to vLLM that are active."""
+    """Active patches to vLLM."""
     patches_left_out: dict[str, str] = {}
-    """Patches that are not active, and why."""
+    """Inactive patches, and why."""
     reason: str = ""
     num_running: int = 0
     info: dict[str, Any] = {}
 
 
 RecordT = TypeVar("RecordT")
-_KEPT = "encoded"  # attribute of a rollout that is no field: its bytes
+_KEPT = "encoded"  # a rollout's attribute for its bytes, and no field
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -553,7 +552,7 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def without_surrogates(value: Any) -> Any:
-    """`value` with every unpaired surrogate in its texts escaped, so that they can be encoded."""
+    """`value` with every unpaired surrogate in its texts escaped, to be encoded."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -589,7 +588,7 @@ def _encoded(rollout: Rollout) -> bytes:
 
 
 def encode_kept(record: Any) -> bytes:
-    """The same bytes as by `encode`. Rollouts of a batch that keep their bytes are not encoded again."""
+    """The same bytes as by `encode`. Rollouts with kept bytes in a batch are not encoded again."""
     if isinstance(record, Batch):
         kept: list[Any] = [
             msgspec.Raw(vars(each)[_KEPT]) if vars(each).get(_KEPT) else each for each in record.rollouts

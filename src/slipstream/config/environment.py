@@ -11,90 +11,88 @@ from slipstream.config.bounds import Auto, Section
 from slipstream.config.mixture import MixturePart, PartName
 
 AGENT = "agent"
-"""`environment.name` of programs that send requests."""
+"""`environment.name` of programs with requests to the policy."""
 GradedText = Literal["all", "tag", "last_line"]
 
 
 class EnvironmentConfig(Section):
-    """Where tasks and rewards come from."""
+    """The source of tasks and rewards."""
 
     name: str
     """`reasoning_gym/<task>`, `rows` (questions and answers from a file), `detection` (images and their objects,
     docs/detection.md), `agent` (a program of yours, docs/agents.md), `atropos` (programs on atroposlib,
-    docs/atropos.md), `verifiers/<name>` (see `python`), `path/to/file.py:Class`, `name@digest` (see `registry`),
+    docs/atropos.md), or `verifiers/<name>` (see `python`). Or `path/to/file.py:Class`, `name@digest` (see `registry`),
     `mixture` (of the tasks below `mixture`), or the name of an entry point in the group `slipstream.environments`."""
     mixture: dict[PartName, MixturePart] = {}
     """With `name = "mixture"`, the tasks of the run: a table `[environment.mixture.NAME]` for each, with `name`,
     `weight`, `settings`, `system_prompt`, `num_train_tasks`, `group_size`, `max_tokens`, `max_turns`, `tools` and
     `python`. Held-out tasks are taken from all of them in turn."""
     curriculum: Literal["none", "adaptive"] = "none"
-    """`adaptive`: a task of a mixture is drawn by `weight` times the recent fraction of its groups whose rewards differ
-    (at least 0.1), so that what is always right, or never, is drawn less often. Checkpoints hold these weights."""
+    """`adaptive`: a task of a mixture is drawn by `weight` times the recent fraction of its groups with different
+    rewards (at least 0.1). Tasks always or never solved are drawn less often. Checkpoints hold these weights."""
     registry: str = ""
-    """The folder or address (`s3://bucket/prefix`, with the extra `s3`) in which `name@digest` is looked up, to which
-    `slipstream env push` has added it. What is there is verified before any of it is imported, and kept on this
-    machine, so that a later start does not need the registry."""
+    """The folder or address (`s3://bucket/prefix`, with the extra `s3`) of `name@digest`, added by
+    `slipstream env push`. Its files are verified before any of them is imported, and kept on this machine; a later
+    start does not need the registry."""
     settings: dict[str, Any] = {}
-    """Passed to the environment as they are. Those of `rows`: `path`, `subset`, `split`, `eval_path`, `eval_split`,
+    """Passed to the environment as they are. `rows` takes `path`, `subset`, `split`, `eval_path`, `eval_split`,
     `format`, `prompt_column`, `answer_column`, `messages_column`, `gold_column`, `reward`, `rubric`, `score_groups`,
-    `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`; of `detection`: `path`, `subset`, `split`, `eval_path`,
-    `eval_split`, `prompt`; of `agent`: `command` or `callable`, `tasks` or those of `rows`, `reward`;
-    of `atropos`: `url`, `host`, `port`, `model_port`, `token_variable`."""
+    `strip_thinking`, `sandbox`, `code`, `judges`, `tokenizer`. `detection`: `path`, `subset`, `split`, `eval_path`,
+    `eval_split`, `prompt`. `agent`: `command` or `callable`, `tasks` or the settings of `rows`, `reward`. `atropos`:
+    `url`, `host`, `port`, `model_port`, `token_variable`."""
     python: str = ""
-    """The Python interpreter that an environment of `verifiers` runs with, in a process of its own: its packages cannot
-    be installed beside vLLM's. Empty: the run's own."""
+    """The Python interpreter of an environment of `verifiers`, in a process of its own: its packages cannot be
+    installed beside vLLM's. Empty: the run's own."""
     tools: bounds.Texts = ()
-    """Tools that the policy may call, beside those of the environment: `path/to/file.py:function`, or `mcp:COMMAND`, a
-    server of the Model Context Protocol that COMMAND starts."""
+    """Tools for the policy, beside the environment's own: `path/to/file.py:function`, or `mcp:COMMAND`, a server of the
+    Model Context Protocol started by COMMAND."""
     max_turns: bounds.Items | Auto = "auto"
-    """The most turns of one episode. `auto`: what the environment says; 4 where `tools` are given to one of a single
-    turn."""
+    """The most turns of one episode. `auto`: the environment's number; 4 if `tools` are given to an environment of a
+    single turn."""
     system_prompt: str = ""
-    """Put before every conversation that has no system message of its own."""
+    """Put before every conversation without a system message of its own."""
     num_examples: Annotated[int, Field(ge=0, le=64)] = 0
-    """Solved tasks before each question, as earlier turns of the conversation: the first training tasks, which are not
+    """Solved tasks before each question, as earlier turns of the conversation: the first training tasks. These are not
     trained on."""
     graded_text: GradedText = "all"
     """The graded part of a completion, after its thinking: `all`, the text of its last `<answer>` tag (`tag`), or its
-    last line with text (`last_line`). Without that part the reward is 0 and the metric `no_answer` 1. Under `tag` gold
+    last line with text (`last_line`). Without this part the reward is 0 and the metric `no_answer` 1. Under `tag` gold
     answers get the tag, as targets of SFT and as examples."""
     seed: bounds.Seed = 0
     """Seeds the tasks. In reasoning_gym a question's text alone decides whether it is held out, so no run of any
     seed trains on a held-out one; for an environment of your own `slipstream.envs.split_of` does the same."""
     num_train_tasks: bounds.Items | Auto = "auto"
-    """Size of the training set; it repeats in a fresh shuffle when used up. `auto`: all rows of a file, 10,000 of
-    what is made by a program."""
+    """Size of the training set; it repeats in a fresh shuffle when used up. `auto`: all rows of a file, 10,000 tasks if
+    a program makes them."""
     reward_timeout_s: bounds.Seconds = 10.0
-    """A reward call that takes longer is killed; the rollout is counted as `reward_timeout` and not
-    trained on."""
+    """A longer reward call is killed; the rollout is counted as `reward_timeout` and not trained on."""
     reward_workers: bounds.Processes | Auto = "auto"
-    """Processes that grade side by side, and as many that run tools; the second and further ones start when rewards or
-    calls of tools have to wait. `auto`: one less than there are cores, at least 1."""
+    """Processes for rewards, and as many for tools; the second and further ones start when rewards or calls of tools
+    have to wait. `auto`: one less than there are cores, at least 1."""
     reward_concurrency: bounds.Items = 32
-    """Rewards that each worker runs at once where they are coroutines (`async def`), as those that ask a server are."""
+    """Concurrent rewards in each worker, if they are coroutines (`async def`), such as requests to a server."""
     reward_memory_gib: bounds.Gibibytes = 8.0
-    """What a worker may allocate (RLIMIT_DATA); a reward that takes more meets a MemoryError. One that loads a model
-    onto a GPU needs much more than the model's size, since the driver's address space counts."""
+    """Largest memory of a worker (RLIMIT_DATA); a reward beyond it meets a MemoryError. A reward with a model on a GPU
+    needs much more than the model's size, since the driver's address space counts."""
     reward_processes: bounds.Processes = 256
-    """Most processes that a worker's rewards or tools may have started and that still live; a worker that has more is
-    ended with all of them."""
+    """Most living processes started by a worker's rewards or tools; a worker with more is ended with all of them."""
     tool_timeout_s: bounds.Seconds = 10.0
-    """A call of a tool that takes longer is killed; the policy is told so and goes on."""
+    """A longer call of a tool is killed; the policy is told so and goes on."""
     tool_concurrency: bounds.Items = 1024
-    """Calls that each worker runs at once where tools are coroutines (`async def`), as those that ask a server are."""
+    """Concurrent calls in each worker, if tools are coroutines (`async def`), such as requests to a server."""
     fresh_worker: bool = False
-    """Each call of a reward or tool runs in a process of its own, a fork of one that has loaded the environment and
-    done nothing else, and what it started is killed when it returns: for rewards that execute what a model wrote, which
+    """Each call of a reward or tool runs in a process of its own, a fork of one with the environment loaded and nothing
+    else done. Everything started by the call is killed at its return. For rewards that execute a model's text: this
     may change the reward's own code. A few milliseconds a call. It is no sandbox."""
     user_namespace: bool = True
-    """Rewards and tools run in a Linux user namespace of their own, where the kernel allows it: same user, same files,
-    but the memory and environment of other processes, with the run's keys in them, cannot be read. `false` where they
-    need `sudo`, or start containers without root."""
+    """Rewards and tools run in a Linux user namespace of their own, if the kernel allows it. User and files are the
+    same, but they cannot read the memory and environment of other processes, with the run's keys in them. `false` if
+    they need `sudo`, or start containers without root."""
     variables: bounds.Texts = ()
-    """Environment variables that reward workers get, such as a judge's key. By themselves they get PATH, HOME, the
-    locale, TMPDIR and the like, those of Python and its environments, CUDA and OpenMP, and no keys or tokens."""
+    """Environment variables for reward workers, such as a judge's key. By themselves they get PATH, HOME, the locale,
+    TMPDIR and the like, the variables of Python and its environments, CUDA and OpenMP, and no keys or tokens."""
     processes: bounds.EnvironmentProcesses | Auto = "auto"
-    """Processes for episodes. 0: the run's process plays them. Code that blocks in another process holds up its own
+    """Processes for episodes. 0: the run's process plays them. Blocking code in another process holds up its own
     episodes only; it is named, and interrupted after half of `run_timeout_s`. `auto`: for a function as the agent one
     for 2 cores, at most 8; 1 for an environment with a method `run`, `setup`, `close`, `setup_episode` or
     `close_episode`; otherwise 0. Such methods see the task, the settings, and the environment variables in

@@ -1,8 +1,8 @@
 """The run's settings: one strict tree. A field is documented once, below itself.
 
-`"auto"` (or `None`) means: derived by `slipstream plan`, which also says why. Types are strict: a text is
-never read as a number, nor a number as a flag. What depends on several fields is in `checks.py`. Nothing
-here imports torch.
+`slipstream plan` derives values for `"auto"` (or `None`), and says why. Types are strict: a text is never
+read as a number, nor a number as a flag. Checks of several fields are in `checks/`. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -22,48 +22,46 @@ from slipstream.config.sft import DataConfig, SFTConfig
 
 
 class ModelConfig(Section):
-    """What is trained."""
+    """The trained model."""
 
     path: str
-    """A local folder in Hugging Face format, a hub id, or the folder of a run, whose best checkpoint is taken, or else
-    its latest. `run:ID` and `run:ID/step-N` name a submitted run, here or in a store (docs/service.md). From a
-    vision-language model the language model is trained, on text and images; the vision tower stays frozen unless
-    `train_tower` is set."""
+    """A local folder in Hugging Face format, a hub id, or the folder of a run: its best checkpoint, or else its latest.
+    `run:ID` and `run:ID/step-N` name a submitted run, here or in a store (docs/service.md). In a vision-language model
+    the language model is trained, on text and images; the vision tower stays frozen unless `train_tower` is set."""
     revision: str | None = None
-    """Commit, tag or branch of a hub id. Not set: the newest commit, which the run's `resolved.toml` then names."""
+    """Commit, tag or branch of a hub id. Not set: the newest commit, recorded in the run's `resolved.toml`."""
     thinking: bool | None = None
-    """Whether the model thinks before it answers, if its chat template has a variable for it, which this sets:
-    `enable_thinking` or `thinking`. Not set: the template's default."""
+    """Whether the model thinks before it answers, by the variable `enable_thinking` or `thinking` of its chat template;
+    refused for a template without these. Not set: the template's default."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the model's chat template, set in every rendering: `reasoning_effort = "low"`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the live weights, the same in trainer and engine; what the optimizer keeps beside them is
-    `training.optimizer`'s. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16. `float16` has
-    three bits more than bfloat16, which brings engine and trainer closer (arXiv 2510.26788), and a smaller range: the
-    loss is scaled (`train/loss_scale`, `train/overflows`), and models whose activations do not fit are refused."""
+    """Type of the live weights, the same in trainer and engine; `training.optimizer` sets the types of the optimizer's
+    copies. `auto`: float32 on a CPU for models below 20 M parameters, otherwise bfloat16. `float16` has three bits more
+    than bfloat16, so engine and trainer agree better (arXiv 2510.26788). Its range is smaller: the loss is scaled
+    (`train/loss_scale`, `train/overflows`), and models with larger activations are refused."""
     fp32_head: bool | Auto = "auto"
     """Compute the logits in float32 in trainer and engine (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
-    The weights stay as they are. The trainer computes them in chunks and keeps what the backward pass needs in the
-    model's dtype. `auto`: under RL in 16 bits on one GPU, for the architectures for which this
-    was tried (Llama, Mistral, Qwen 2 and 3, Gemma 3)."""
+    The weights stay as they are. The trainer computes the logits in chunks and keeps tensors for the backward pass in
+    the model's dtype. `auto`: under RL in 16 bits on one GPU, for the tested architectures (Llama, Mistral, Qwen 2
+    and 3, Gemma 3)."""
     fp32_residual: bool | Auto = "auto"
-    """Add up in float32 what the layers compute, in trainer and engine; the inputs of matrix products stay in the
-    model's dtype. With `fp32_head` this halves the difference of their log-probabilities or better
+    """Add up the layers' outputs in float32, in trainer and engine; the inputs of matrix products stay in the model's
+    dtype. With `fp32_head` this halves the difference of their log-probabilities or better
     (`probe/abs_logprob_diff`). `auto`: as `fp32_head`, and only if the engine compiles its layers
     (`inference.enforce_eager = false`), as the sums would take kernels of their own."""
     shared_kernels: bool | Auto = "auto"
-    """Have trainer and engine compute with the same kernels, whose results for a token do not depend on what else is in
-    the batch: the log-probabilities of sampled tokens are equal bit for bit (BENCHMARKS.md). For full fine-tuning of
-    Llama, Qwen 2 and 3 and Gemma 3 in bfloat16 on GPUs of compute capability 9 (H100, H200), in contexts that no
-    sliding window cuts. `auto`: there, without critic or teacher, and in contexts of up to 8,192 tokens, as the
-    engine's attention is not split over the keys."""
+    """Have trainer and engine compute with the same batch-invariant kernels: the log-probabilities of sampled tokens
+    are equal bit for bit (BENCHMARKS.md). For full fine-tuning of Llama, Qwen 2 and 3 and Gemma 3 in bfloat16 on GPUs
+    of compute capability 9 (H100, H200), in contexts not cut by a sliding window. `auto`: there, without critic or
+    teacher, and in contexts of up to 8,192 tokens, as the engine's attention is not split over the keys."""
     replay_experts: bool | Auto = "auto"
-    """In a mixture of experts, send each token in training to the experts that the engine chose for it (R3, arXiv
-    2510.11370); their weights are the trainer's own. `auto`: under RL in 16 bits on a CPU, for Qwen 2 and 3 MoE. On a
-    GPU, where it has not been tried, `true` asks for it, by vLLM's option `enable_return_routed_experts`."""
+    """In a mixture of experts, route each token in training to the engine's experts for it (R3, arXiv 2510.11370);
+    their weights are the trainer's own. `auto`: under RL in 16 bits on a CPU, for Qwen 2 and 3 MoE. On a GPU it has not
+    been tried: `true` asks for it, by vLLM's option `enable_return_routed_experts`."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """Scale larger images down to so many pixels, in trainer and engine: an image's tokens and the tower's memory grow
-    with them. Not set: the bound of the model's own image processor, which can only be lowered."""
+    with them. Not set: the bound of the model's own image processor; it can only be lowered."""
     train_tower: bool = False
     """Train the vision tower and its projector too, on the images in the data; under [lora] by adapters of their linear
     layers."""
@@ -72,7 +70,7 @@ class ModelConfig(Section):
 
 
 SourceKind = Literal["environment", "reward", "tools", "data", "tokenizer", "algorithm"]
-"""What a run is made with beside its settings and weights."""
+"""Sources of a run beside its settings and weights."""
 Recipe = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]
 CreditName = Literal["episode", "turn"]
 AdvantageName = Literal["group_mean", "leave_one_out", "batch_mean", "gae", "none"]
@@ -85,7 +83,7 @@ Correction = Literal["truncated", "sequence_truncated", "masked", "sequence_mask
 
 
 class ArgumentsConfig(Section):
-    """Arguments of the recipe: what shapes rewards and chooses completions, and details of its terms. Beside them stand
+    """Arguments of the recipe: shaping of rewards, choice of completions, and details of its terms. Beside them stand
     the arguments of the class in `algorithm.hooks`, if there is one: numbers, texts and flags."""
 
     model_config = ConfigDict(extra="allow")
@@ -97,25 +95,25 @@ class ArgumentsConfig(Section):
     """Soft punishment of long completions (DAPO, equation 13): over this last part of `sampling.max_tokens` the reward
     falls by up to `overlong_penalty`. `auto`: 0.2 under `dapo`, otherwise 0."""
     overlong_penalty: bounds.Factor = 1.0
-    """What a completion of full length loses."""
+    """Reward lost by a completion of full length."""
     thinking_budget: bounds.NonNegativeItems | None = None
-    """Tokens of thinking, up to `</think>`, that cost nothing in a turn. Beyond them the reward falls evenly, by up to
+    """Tokens of thinking without cost in a turn, up to `</think>`. Beyond them the reward falls evenly, by up to
     `thinking_penalty` at `sampling.max_tokens`. Not set: thinking costs nothing."""
     thinking_penalty: bounds.Factor = 1.0
-    """What a turn of nothing but thinking loses."""
+    """Reward lost by a turn of nothing but thinking."""
     length_penalty: bounds.NonNegativeFactor = 0.0
     """Weight of Kimi's length reward (arXiv 2501.12599, section 2.3.3): within a group, shorter right answers get more
-    and longer ones less; needs `reward_threshold`, which says what is right."""
+    and longer ones less; needs `reward_threshold` to tell right from wrong."""
     best_of: bounds.GroupSize | None = None
-    """Of each group, only so many completions with the highest rewards carry loss; the others count in the baseline
+    """Only so many completions of each group, with the highest rewards, carry loss; the others count in the baseline
     only. Not set: all."""
     clip_dual: Annotated[float, Field(gt=1.0, le=1e6)] | None = None
     """Dual clip (arXiv 1912.09729): under a negative advantage the ratio counts as this at most. Loss `clip` only."""
     kl_in: Literal["auto", "loss", "reward"] = "auto"
     """Add the KL divergence of `kl_coef` to the loss of each token (GRPO), or take its sum over a completion from the
-    reward (RLOO); under `gae` each token's own from that token's."""
+    reward (RLOO); under `gae` each token's own from the token's reward."""
     kl_estimator: Auto | KLEstimator = "auto"
-    """Estimator of that divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
+    """Estimator of this divergence (Schulman, "Approximating KL divergence"). `auto`: k3 in the loss, k1 in the
     reward."""
     importance_cap: bounds.Factor | Auto = "auto"
     """Largest weight of `importance_sampling`. `auto`: 2, and 5 for `masked`."""
@@ -127,25 +125,25 @@ class ArgumentsConfig(Section):
 
 
 class RLConfig(Section):
-    """Reinforcement learning on groups of completions. `kind` is a recipe: it only chooses values for the fields that
-    are `auto`, and any of them can be set. The table of recipes is in `config/recipes.py`; `slipstream plan` shows what
-    each field becomes."""
+    """Reinforcement learning on groups of completions. `kind` is a recipe: it only chooses values for fields with
+    `auto`, and any of them can be set. The table of recipes is in `config/recipes.py`; `slipstream plan` shows the
+    value of each field."""
 
     kind: Recipe = "grpo"
     """`grpo` (this project's, with DAPO's token mean and clip-higher), `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
     `reinforce_pp`, `ppo` (with a critic, [critic]), `distill` (from a teacher, [teacher])."""
     group_size: bounds.GroupSize = 8
-    """Completions for each prompt; their rewards make the baseline. 1 where nothing is compared within a group: `gae`,
+    """Completions for each prompt; their rewards make the baseline. 1 if nothing is compared within a group: `gae`,
     `batch_mean`."""
     advantage: Auto | AdvantageName | str = "auto"
-    """What rewards are compared with: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO),
-    `batch_mean` (REINFORCE++), or what a critic expects before each token (`gae`, PPO: arXiv 1506.02438, with the
-    settings in [critic]); `none`: with nothing, only a teacher teaches. Or your own: `path/to/file.py:function` or an
-    entry point of the group `slipstream.advantages`, called with rewards and group numbers."""
+    """Baseline of the rewards: `group_mean` (GRPO), `leave_one_out` (the group's other completions, RLOO), `batch_mean`
+    (REINFORCE++), or a critic's prediction before each token (`gae`, PPO: arXiv 1506.02438, with the settings in
+    [critic]). `none`: advantages are 0, only a teacher teaches. Or your own: `path/to/file.py:function` or an entry
+    point of the group `slipstream.advantages`, called with rewards and group numbers."""
     scale_rewards: Auto | Scale = "auto"
-    """Advantages are divided by the standard deviation of their group's rewards (`std`, GRPO), of all the batch's
-    rewards (`batch`), brought to mean 0 and standard deviation 1 over the batch (`whiten`, REINFORCE++; under `gae`
-    over its tokens), or left (`none`, Dr. GRPO)."""
+    """Advantages are divided by the standard deviation of their group's rewards (`std`, GRPO) or of all the batch's
+    rewards (`batch`). `whiten` (REINFORCE++): they are brought to mean 0 and standard deviation 1 over the batch, under
+    `gae` over its tokens. `none` (Dr. GRPO): they are left."""
     loss: Auto | LossName | str = "auto"
     """`clip` (PPO), `gspo` and `gspo_token` (one ratio for a sequence), `cispo`, `policy_gradient` (the ratio,
     never clipped); or your own: `path/to/file.py:function` or an entry point of the group `slipstream.losses`, called
@@ -159,15 +157,15 @@ class RLConfig(Section):
     clip_high: bounds.Factor | Auto = "auto"
     """The ratio is clipped above 1 + clip_high."""
     old_policy: Literal["trainer", "engine"] = "trainer"
-    """What the ratio is taken against. `trainer`: the weights before the batch's first update, computed by the trainer;
-    `importance_sampling` corrects for the engine (the decoupled objective, AReaL, arXiv 2505.24298). `engine`: the
-    probabilities that the tokens were sampled with."""
+    """Denominator of the ratio. `trainer`: the trainer's probabilities under the weights before the batch's first
+    update; `importance_sampling` corrects for the engine (the decoupled objective, AReaL, arXiv 2505.24298). `engine`:
+    the probabilities at sampling."""
     credit: CreditName | str | None = None
     """Your own advantages of a complete group: `path/to/file.py:function`. For rewards of turns: `episode`, their sum,
-    or `turn`, those from this turn on, compared with the group's other episodes. Unset, they are refused."""
+    or `turn`, the sum from this turn on, compared with the group's other episodes. Unset, they are refused."""
     hooks: str | None = None
     """Your own algorithm: a subclass of `slipstream.Algorithm`, `path/to/file.py:Class` or an entry point of the group
-    `slipstream.algorithms`. The recipe does all that the class leaves out."""
+    `slipstream.algorithms`. The recipe does everything else."""
     arguments: ArgumentsConfig = ArgumentsConfig()
     """See [algorithm.arguments]."""
     kl_coef: bounds.NonNegativeFactor = 0.0
@@ -179,81 +177,80 @@ class RLConfig(Section):
     """Weights for the difference between engine and trainer: `truncated` at `importance_cap`, or `masked` (IcePop), 0
     outside `importance_floor` and cap; of tokens, or with `sequence_` before it of sequences."""
     max_refills: bounds.UpToThousand | Auto = "auto"
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards all agree are left out, and how
-    often at most further tasks are drawn in their place; 0: never, and they stay. `auto`: 9 under `dapo`, otherwise
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups with equal rewards are left out, and further tasks
+    are drawn in their place, at most so often. 0: never, and these groups stay. `auto`: 9 under `dapo`, otherwise
     0."""
 
 
 class CriticConfig(Section):
     """The critic of `algorithm.advantage = "gae"`: a copy of the start model with a head for one number instead of the
-    vocabulary, which predicts before each token the reward that is to come. The head starts at zero. It has an
+    vocabulary. Before each token it predicts the reward still to come. The head starts at zero. The critic has an
     optimizer of its own; checkpoints hold it to resume from, not to deploy. Under [lora] an adapter of the same shape
     and the head are trained, on a frozen copy of their own."""
 
     learning_rate: bounds.Rate | Auto = "auto"
-    """Constant; betas, weight decay and the bound of the gradient's norm are those of [training]. `auto`:
+    """Constant; betas, weight decay and the bound of the gradient's norm come from [training]. `auto`:
     `training.learning_rate`."""
     warmup_steps: bounds.NonNegativeItems = 0
-    """Steps at the start of the run in which the critic is trained alone, and the policy stays as it is."""
+    """Number of first steps with the critic trained alone; the policy stays as it is."""
     value_clip: bounds.NonNegativeFactor = 0.2
-    """Of a prediction, only so far a way from what it was before the batch's first update is rewarded (PPO2); 0: no
-    limit."""
+    """Largest rewarded move of a prediction from its value before the batch's first update (PPO2); 0: no limit."""
     gamma: bounds.Fraction = 1.0
-    """What a reward is worth one token earlier."""
+    """Discount of a reward for each token before it."""
     gae_lambda: bounds.Share = 0.95
     """Between one-step differences of the critic's predictions (0) and the rewards themselves, less the prediction
     (1)."""
 
 
 class TeacherConfig(Section):
-    """On-policy distillation: the policy samples, a frozen teacher scores the very tokens, and each token's advantage
-    is raised by `coef` times what the teacher's log-probability of it is above the policy's: the gradient of the
-    reverse KL divergence (GKD, arXiv 2306.13649). The recipe `distill` has nothing but that; with any other it is added
-    to what rewards say. The teacher chooses from all tokens, at `sampling.temperature`. Either `path` or `url`; with
-    the environment `atropos` neither, where its groups bring the teacher's log-probabilities."""
+    """On-policy distillation: the policy samples, and a frozen teacher scores the very tokens. Each token's advantage
+    grows by `coef` times the difference of its log-probabilities, teacher's less policy's: the gradient of the reverse
+    KL divergence (GKD, arXiv 2306.13649). The recipe `distill` has this term only; any other recipe adds it to the
+    advantages from rewards. The teacher chooses from all tokens, at `sampling.temperature`. Either `path` or `url`;
+    neither with the environment `atropos`, if its groups bring the teacher's log-probabilities."""
 
     path: str | None = None
-    """A model folder or a hub id, for an engine of its own that this run starts and never updates: in the type of
+    """A model folder or a hub id, for an engine of its own, started by this run and never updated: in the type of
     `model.dtype`, with the tokenizer of `model.path`."""
     url: str | None = None
-    """An OpenAI-compatible vLLM server that somebody else runs, such as `http://host:8000/v1`. It scores at temperature
-    1 only."""
+    """An OpenAI-compatible vLLM server outside this run, such as `http://host:8000/v1`. It scores at temperature 1
+    only."""
     name: str = ""
-    """Under which name that server has the teacher. Not set: the only one that it has."""
+    """The teacher's name on the server. Not set: the server's only model."""
     key_variable: str = ""
-    """The environment variable that holds that server's API key. Not set: it asks for none."""
+    """The environment variable with the server's API key. Not set: the server asks for none."""
     coef: bounds.Factor = 1.0
     """Weight of the teacher's part of an advantage; with `top_k`, of the divergence in the loss."""
     top_k: bounds.Items | None = None
     """Number of the teacher's likeliest tokens at each place. The loss is then a divergence over these, and all others
     as one more outcome. The vocabulary's size is exact. Not set: the sampled tokens alone."""
     jsd_beta: bounds.Share = 1.0
-    """With `top_k`, which divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them there is
-    the generalized Jensen-Shannon divergence (GKD)."""
+    """With `top_k`, the kind of divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them
+    there is the generalized Jensen-Shannon divergence (GKD)."""
 
 
 class LoraConfig(Section):
     """LoRA (arXiv 2106.09685): only small matrices beside the linear layers are trained; the model is frozen. The
-    reference of `algorithm.kl_coef` then needs no second copy of it. Learning rates are usually ten
-    times those of full fine-tuning."""
+    reference of `algorithm.kl_coef` then needs no second copy of it. Learning rates are usually ten times as high as in
+    full fine-tuning."""
 
     rank: Annotated[int, Field(ge=1, le=512)] = 16
     """Inner size of the two matrices."""
     alpha: bounds.Factor = 32.0
     """Their product is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
-    """Which linear layers get them: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output head.
-    Those of a vision tower and its projector only under `model.train_tower`: `["q_proj", "visual.merger.mlp.0"]`."""
+    """Linear layers with adapters: ends of their names, such as `["q_proj", "v_proj"]`, or all but the output head.
+    Layers of a vision tower and its projector only under `model.train_tower`: `["q_proj", "visual.merger.mlp.0"]`."""
     plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
-    """LoRA+ (arXiv 2402.12354): the second matrix, which starts at zero, learns at so many times the rate of the first,
+    """LoRA+ (arXiv 2402.12354): the second matrix, zero at the start, learns at so many times the rate of the first,
     `training.learning_rate`. The paper uses 16, with rates half as large."""
     dora: bool = False
-    """DoRA (arXiv 2402.09353): beside the two matrices the length of each row of the weight is learnt. vLLM loads no
-    such adapter, so the engine gets the whole model with the adapter in it, by `disk`, `broadcast` or `restart`. Not
-    over `training.ranks`."""
+    """DoRA (arXiv 2402.09353): beside the two matrices the length of each row of the weight is learnt. The engine gets
+    the whole model with the adapter in it, by `disk`, `broadcast` or `restart`: vLLM loads no such adapter. Not over
+    `training.ranks`."""
     path: str | None = None
-    """An adapter to start from, which must fit the settings above: a folder in PEFT's format, the folder of a run or
-    checkpoint, `run:ID/step-N`, or `hub:OWNER/NAME@REVISION`. Not set: a fresh adapter."""
+    """An adapter to start from: a folder in PEFT's format, the folder of a run or checkpoint, `run:ID/step-N`, or
+    `hub:OWNER/NAME@REVISION`. It must fit the settings above. Not set: a fresh adapter."""
 
 
 AlgorithmConfig = Annotated[SFTConfig | RLConfig, Field(discriminator="kind")]
@@ -263,19 +260,19 @@ class SamplingConfig(Section):
     """How completions are drawn."""
 
     max_tokens: bounds.Tokens | Auto = "auto"
-    """Longest completion. `auto`: half of the context, at most 2,048; with a model of fewer than 20 M parameters, which
-    says no more than the answer, from the gold answers' lengths, or what the context leaves. Under `auto` the longest
-    prompts, one in 20 at most, are left out where they would make it shorter."""
+    """Longest completion. `auto`: half of the context, at most 2,048. A model of fewer than 20 M parameters says no
+    more than the answer: its `auto` comes from the gold answers' lengths, or from the room left in the context. Under
+    `auto` the longest prompts, one in 20 at most, are left out if they would make it shorter."""
     temperature: bounds.Temperature = 1.0
     """Logits are divided by it."""
     top_p: bounds.Fraction = 1.0
-    """Draw from the likeliest tokens that have this probability together (nucleus sampling)."""
+    """Draw from the likeliest tokens with this probability together (nucleus sampling)."""
     top_k: bounds.NonNegativeItems = 0
     """Draw from so many of the likeliest tokens; 0: no limit."""
     min_p: bounds.BelowOne = 0.0
     """Leave out tokens less likely than this part of the likeliest one's probability."""
     stop: bounds.Texts = ()
-    """Stop strings, beside the model's own end tokens. Rewards and later turns see the one that ended a turn."""
+    """Stop strings, beside the model's own end tokens. Rewards and later turns see a turn's stop string."""
 
 
 class TrainingConfig(Section):
@@ -287,33 +284,34 @@ class TrainingConfig(Section):
     """Passes over the training data, in the place of `steps`; 0.5 is half a pass. The last batch of a pass is filled
     from the next one."""
     max_seconds: Annotated[float, Field(gt=0.0, le=1e8)] | None = None
-    """After this time the run ends in good order even if steps are left. Counted from the first step; what comes
-    before it and the last evaluation are not included."""
+    """After this time the run ends in good order even if steps are left. Counted from the first step on, without
+    the time before it and the last evaluation."""
     prompts_per_batch: bounds.Items = 32
     """Prompts (SFT: conversations) in a batch."""
     updates_per_batch: bounds.Items = 1
-    """Optimizer steps that one batch is split into."""
+    """Optimizer steps in one batch, each on a part of it."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
     """How many versions older than the newest a batch's tokens may be. 0: generation and training take turns. More: the
     next batches are generated while this one is trained on, and new weights reach the engine between two tokens."""
     order: Literal["auto", "data", "ready"] = "auto"
-    """Which groups make a batch. `data`: those that follow in the order of the data; it depends on seed and step alone,
-    and the engine waits for the longest completion of each batch. `ready`, with a staleness of 1 or more: those that
-    finish first, while groups for up to `staleness` further batches are generated; none is dropped for its age."""
+    """Choice of a batch's groups. `data`: the next ones in the order of the data. The batch depends on seed and step
+    alone, and the engine waits for the longest completion of each batch. `ready`, with a staleness of 1 or more: the
+    first ones to finish, while groups for up to `staleness` further batches are generated; none is dropped for its age.
+    """
     overprovision: Annotated[float, Field(ge=0.0, le=4.0)] = 0.0
-    """Under `order = "ready"`, groups that are generated beyond those that the batches need, as a part of
-    `prompts_per_batch`. A batch does not wait for as many; those that no later batch could take are cancelled. That is
-    faster where few completions are much longer than all others, and trains on fewer of these."""
+    """Under `order = "ready"`, groups generated beyond the need of the batches, as a part of `prompts_per_batch`. A
+    batch does not wait for as many; groups that no later batch could take are cancelled. This is faster if few
+    completions are much longer than all others, and trains on fewer of the long ones."""
     epochs_per_batch: bounds.Times = 1
-    """How often a batch is gone through."""
+    """Passes over a batch."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: AdamW, with fp32 masters of the weights. `adamw_bf16`: AdamW on bfloat16 weights alone, with stochastic
-    rounding so that small updates are not lost; four bytes a parameter less. `adamw_8bit`: `adamw` with 8-bit optimizer
-    states (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` whose moments CUDA
-    moves to the CPU's memory as far as the GPU has too little room (arXiv 2305.14314), by bitsandbytes; up to eight
-    bytes a parameter less. `adamw_paged_8bit`: both, six bytes less and up to two more. `muon` (Jordan 2024; arXiv
-    2502.16982), with masters: matrices move by their momentum made orthogonal, at AdamW's learning rates; embeddings,
-    head, vectors and experts that a layer keeps in one parameter are AdamW's. It keeps one moment for two. Over
+    rounding to keep small updates; four bytes a parameter less. `adamw_8bit`: `adamw` with 8-bit optimizer states
+    (arXiv 2110.02861), by bitsandbytes; six bytes a parameter less. `adamw_paged`: `adamw` with moments in the CPU's
+    memory as far as the GPU has too little room (CUDA moves them, arXiv 2305.14314), by bitsandbytes; up to eight bytes
+    a parameter less. `adamw_paged_8bit`: both, six bytes less and up to two more. `muon` (Jordan 2024; arXiv
+    2502.16982), with masters: matrices move by their momentum made orthogonal, at AdamW's learning rates; AdamW updates
+    embeddings, head, vectors, and experts stored in one parameter of a layer. It keeps one moment for two. Over
     `training.ranks` only `adamw` and `adamw_bf16`."""
     muon_momentum: bounds.BelowOne = 0.95
     """Decay of Muon's momentum (Nesterov's)."""
@@ -321,11 +319,12 @@ class TrainingConfig(Section):
     """Peak, reached at the end of the warm-up. `auto`: for all parameters 1e-6 in reinforcement learning and 1e-5 in
     SFT, for [lora] 1e-4; more for models of less than 500 M parameters, up to 1e-3, 4e-3 and 1e-2 at 1 M."""
     tower_learning_rate: bounds.Rate | None = None
-    """Of a vision tower and its projector (`model.train_tower`), on the same schedule. Not set: `learning_rate`."""
+    """Peak for a vision tower and its projector (`model.train_tower`), on the same schedule. Not set: `learning_rate`.
+    """
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or decaying to zero at the last step."""
     warmup_steps: bounds.NonNegativeItems = 0
-    """Optimizer steps over which the learning rate rises from zero; a batch makes `updates_per_batch` of them."""
+    """Optimizer steps of the learning rate's rise from zero; a batch makes `updates_per_batch` of them."""
     weight_decay: bounds.NonNegativeFactor = 0.0
     """Decoupled weight decay, of matrices only."""
     adam_beta1: bounds.BelowOne = 0.9
@@ -335,14 +334,14 @@ class TrainingConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: bounds.Tokens | Auto = "auto"
-    """Tokens in one forward-backward pass, of all `context_parallel` ranks together: a memory knob that never changes
-    what is optimized."""
+    """Tokens in one forward-backward pass, of all `context_parallel` ranks together: a memory knob, without effect on
+    the objective."""
     packing: bool | Auto = "auto"
     """Put several sequences in one row with block-diagonal attention; off: one sequence a row. `auto`: unless the
-    model has layers in which they would see one another (recurrent ones), or attention that cannot keep them apart."""
+    sequences would see one another in the model's layers (recurrent ones), or its attention cannot keep them apart."""
     ranks: bounds.Processes = 1
     """Trainer processes on this machine, each with a share of weights, gradients and optimizer state (FSDP2) and of
-    each step's micro-batches: on GPUs one each, before the engine's; on a CPU they share its cores. The same losses and
+    each step's micro-batches. On GPUs one each, before the engine's; on a CPU they share its cores. The same losses and
     gradients but for rounding."""
     context_parallel: bounds.Processes = 1
     """Neighbouring ranks for each row, with an equal part of its tokens each: for sequences too long for one GPU
@@ -353,132 +352,136 @@ class TrainingConfig(Section):
     reshard: Literal["layer", "step", "auto"] = "auto"
     """Over ranks: how long each keeps a layer's all-gathered weights. `"layer"`: while the layer computes, in every
     micro-batch anew, and gradients are reduce-scattered after each. `"step"`: until a step's last micro-batch, and
-    gradients are reduce-scattered once, as those of embeddings and LM head always are; that takes 6 bytes more for each
-    parameter in bfloat16. `auto`: `"step"` where the GPUs have room for it."""
+    gradients are reduce-scattered once, as always for embeddings and LM head; this takes 6 bytes more for each
+    parameter in bfloat16. `auto`: `"step"` if the GPUs have room for it."""
     rank_timeout_s: bounds.Seconds = 600.0
     """How long the trainer's processes may wait for one of them."""
     gradient_checkpointing: bool | Literal["auto", "selective"] = "auto"
-    """What is computed again in the backward pass, with the same bits. `true`: all but each layer's input, about a
-    third more time. `"selective"`: all but the outputs of matrix multiplications and attention (selective activation
-    checkpointing), which compiled layers do by themselves. `auto`: the least that lets the longest sequence fit."""
+    """Recomputation in the backward pass, with the same bits. `true`: all but each layer's input, about a third more
+    time. `"selective"`: all but the outputs of matrix multiplications and attention (selective activation
+    checkpointing); compiled layers do this by themselves. `auto`: the least recomputation with room for the longest
+    sequence."""
     offload_activations: bool = False
     """Keep the inputs of layers in CPU memory until the backward pass; the copies overlap with computation. For long
     sequences on a GPU; implies `gradient_checkpointing = true`."""
     compile: bool | Auto = "auto"
-    """Fuse what lies between a layer's matrix multiplications and its attention (torch.compile), for rows of any
-    length; the last digits round otherwise. Where the compiler fails the run ends, because layers that are not compiled
-    need more memory. `auto`: on a GPU, where training is long enough to win back the time that compiling takes; where
-    the compiler fails, the run is planned again without it, and says so."""
+    """Fuse the operations between a layer's matrix multiplications and its attention (torch.compile), for rows of any
+    length; the last digits round otherwise. If the compiler fails the run ends, because layers without compilation need
+    more memory. `auto`: on a GPU, if training is long enough to win back the time for compiling; if the compiler fails,
+    the run is planned again without it, and says so."""
 
 
 class WeightsConfig(Section):
-    """How new weights reach the engine, and how that is proved."""
+    """How new weights reach the engine, and the proof of it."""
 
     bridge: Literal["auto", "disk", "broadcast", "restart", "lora", "single_copy"] = "auto"
     """`disk`: files loaded in place into the running engine. `broadcast`: from memory to memory over a process group.
     `restart`: the engine is started anew. `lora`: the engine keeps the base and loads the adapter beside it.
-    `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU, or each of
-    `training.ranks` those of one of as many workers (`inference.tensor_parallel_size`); the engine stands still while
-    they are written; under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
-    `lora` when [lora] is set (and not DoRA); `broadcast` where engines have GPUs of their own; `single_copy` on a GPU
-    that trainer and engine share, unless something is in the way (several engines, unequal numbers of ranks and
-    workers, DoRA, `delta`, weights that vLLM keeps otherwise) or `disk` with `inference.sleep` leaves more room; else
-    `disk`. Under [lora] `disk`, `broadcast` and `restart` publish the whole model with the adapter merged into it."""
+    `single_copy`: the trainer trains the engine's own tensors, in the memory of one CPU or GPU; each of
+    `training.ranks` trains the tensors of one of as many workers (`inference.tensor_parallel_size`). The engine stands
+    still while they are written. Under [lora] they share the base, and the adapter travels as under `lora`. `auto`:
+    `broadcast` to `inference.servers`; else `lora` when [lora] is set (not for DoRA or a trained tower of Gemma 3).
+    Otherwise `broadcast` if engines have GPUs of their own, `single_copy` on a shared GPU, and `disk` on a CPU. On a
+    shared GPU, too, `disk` is chosen with several engines, unequal numbers of ranks and workers, DoRA or such a tower,
+    `delta`, or weights in another form in vLLM. It is also chosen if trainer and engine do not fit side by side and
+    `inference.sleep` leaves more room. Under [lora] `disk`, `broadcast` and `restart` publish the whole model with the
+    adapter merged into it."""
     delta: bool = False
-    """Under `disk` and `broadcast`: where the engine holds the version before it, only the elements of a new version
-    that changed are sent, each with its position; otherwise, and where that saves less than half, the whole version. In
+    """Under `disk` and `broadcast`: send only the changed elements of a new version, each with its position, to an
+    engine with the version before it. Otherwise, and if this saves less than half, the whole version is sent. In
     bfloat16 most elements stay the same in a step, in float32 nearly none. The trainer keeps one more copy of the
     weights for it."""
     every: bounds.Items = 1
     """Publish the weights after so many steps, and after the last one. The steps between train on tokens of older
-    versions: `training.staleness` must allow for them. Versions that an evaluation needs come beside."""
+    versions: `training.staleness` must allow for them. Versions for an evaluation are published, too."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
-    """What becomes of completions that run when a new version comes, with a staleness of 1 or more. `recompute`: they
-    pause and continue with the new weights, which prefill their context again, so that each token's log-probability is
-    that of one version. `keep`: they continue at once, on the KV cache of the old weights; the difference between
-    engine and trainer grows by what that changes. `drain`: the version waits until they have ended, and new ones wait
-    for it. Adapters need none of it: a completion keeps the adapter that it began with."""
+    """Treatment of running completions when a new version comes, with a staleness of 1 or more. `recompute`: they pause
+    and continue with the new weights. These prefill the context again, so each token's log-probability comes from one
+    version. `keep`: they continue at once, on the KV cache of the old weights; this adds to the difference between
+    engine and trainer. `drain`: the version waits until they have ended, and new ones wait for it. Adapters need none
+    of it: a completion keeps its first adapter."""
     apply_timeout_s: bounds.Seconds | Auto = "auto"
     """How long the engine may take to load a version and to verify it; under `drain` after the last completion. `auto`:
     by the size of the weights, on a slow disk; at least 300."""
     probe_tasks: Annotated[int, Field(gt=0, le=10_000)] = 8
-    """Prompts that engine and trainer both score after every apply."""
+    """Prompts for engine and trainer to score after every apply."""
     probe_tokens: bounds.Tokens = 8
     """Longest completion of the probe. A step ends after it. `mismatch/...` compares all tokens of the rollouts."""
     probe_warn: PositiveFloat | Auto = "auto"
-    """Mean absolute log-probability difference per token that is reported as a warning, with what it looks like.
+    """Largest mean absolute log-probability difference per token without a warning; the warning names a likely cause.
     `auto`, by `model.dtype`: 0.01 in float32, 0.02 in float16, 0.05 in bfloat16, more than rounding was seen to make
     (BENCHMARKS.md); 0.001 under `model.shared_kernels`."""
     probe_stop: PositiveFloat | Auto = "auto"
-    """... and that ends the run. `auto`: four times `probe_warn`; under `model.shared_kernels` four times 0.05."""
+    """A larger mean difference ends the run. `auto`: four times `probe_warn`; under `model.shared_kernels` four times
+    0.05."""
 
 
 class RunSection(Section):
-    """Where the run keeps its files and how it repeats."""
+    """The run's files, processes and reproducibility."""
 
     folder: Annotated[Path | None, Field(strict=False)] = None
     """The run folder. Default: `runs/<name of the run file>-<time>`."""
     seed: bounds.Seed = 0
     """Seeds the data order and the engine's draws."""
     exact: bool = False
-    """Repeat a run to the last digit on one kind of GPU: `model.shared_kernels`, and backward passes that add up in one
-    order. Any difference between the log-probabilities of engine and trainer ends the run. At temperature 1, with
+    """Repeat a run to the last digit on one kind of GPU: `model.shared_kernels`, and backward passes with one order of
+    addition. Any difference between the log-probabilities of engine and trainer ends the run. At temperature 1, with
     `training.staleness = 0`."""
     checkpoint_every: bounds.Items | Literal["auto", "10min"] = "auto"
-    """Steps between checkpoints; or `10min`: one every ten minutes of training, at a step's end, and rarer, with a
-    warning, where they take more than 3 % of the time from training. The last step always has one. `auto`: `10min`."""
+    """Steps between checkpoints; or `10min`: one every ten minutes of training, at a step's end. If they take more than
+    3 % of the time from training, they get rarer, with a warning. The last step always has one. `auto`: `10min`."""
     keep_checkpoints: bounds.Items = 1
     """How many of the newest checkpoints can be resumed from. The last one is replaced only when the next is whole, so
-    one is enough; each takes many times what its weights alone take."""
+    one is enough; each takes many times the space of its weights."""
     keep_weights: bounds.Items = 2
-    """Of how many of the newest checkpoints the weights are kept, for `chat`, `eval` and `export`; under
-    `evaluation.patience` also those of the best one. At least as many as `keep_checkpoints`."""
+    """How many of the newest checkpoints keep their weights, for `chat`, `eval` and `export`; under
+    `evaluation.patience` the best one keeps them, too. At least as many as `keep_checkpoints`."""
     keep_batches: bounds.UpToThousand = 3
-    """How many of the batches trained on last are kept, for `slipstream replay`; also those that follow the start model
-    and each checkpoint that can be resumed from. A token takes about 20 bytes. 0: none."""
+    """How many of the last trained batches are kept, for `slipstream replay`. The batches after the start model and
+    after each checkpoint to resume from are kept, too. A token takes about 20 bytes. 0: none."""
     async_checkpoints: bool | Auto = "auto"
     """Write checkpoints beside training, from a copy in the machine's memory; `false`: training waits. `auto`: with
-    one rank, where the machine has memory for the copy."""
+    one rank, if the machine has memory for the copy."""
     max_restarts: bounds.UpToThousand = 3
-    """How often the command goes on from the last checkpoint by itself, after a wait that doubles from 2 s on, when an
-    engine died with the only copy of the weights, as it has it under `single_copy` and `broadcast` (not when one died
-    at the same step before), and with `streams` when the orchestrator died, the trainer was killed or a failure may be
-    gone the next time, as `exit.json` says. 0: never, and the run ends."""
+    """How often the command goes on from the last checkpoint by itself, after a wait of 2 s, doubled each time up to
+    120 s. It does so if an engine died with the only copy of the weights, under `single_copy` and `broadcast`, but not
+    if one died at the same step before. With `streams` it also does so if the orchestrator died, the trainer was
+    killed, or a failure may be gone the next time, as `exit.json` says. 0: never, and the run ends."""
     allow_changes: Annotated[tuple[SourceKind, ...], Field(strict=False)] = ()
-    """What `--resume` may find changed since the checkpoint was made: without it, another environment, reward, tool,
-    data file, tokenizer, or loss or advantage of your own (`algorithm`) is refused. What is allowed is recorded in
-    `provenance.json`."""
+    """Changes since the checkpoint to allow in `--resume`: without it, another environment, reward, tool, data file,
+    tokenizer, or loss or advantage of your own (`algorithm`) is refused. `provenance.json` records an allowed change.
+    """
     grace_s: bounds.Seconds = 30.0
-    """After SIGTERM, and after SIGUSR1, by which a scheduler warns of a job's end, the run writes a checkpoint and the
-    process ends within so many seconds: where the step under way or the write takes longer, on the last whole
+    """After SIGTERM, and after SIGUSR1 (a scheduler's warning of a job's end), the run writes a checkpoint and the
+    process ends within so many seconds. If the step under way or the write takes longer, it ends on the last whole
     checkpoint. Ctrl-C waits for both."""
     save_samples: bounds.Items = 4
     """Rollouts kept in `samples.jsonl` for each step and for each evaluation."""
     save_failures: bounds.NonNegativeItems = 4
-    """Rollouts kept there beside these because they failed, with their error and the conversation so far, for each step
-    and for each evaluation; and as many that were graded but had a call of a tool that failed."""
+    """Failed rollouts kept there beside these, with their error and the conversation so far, for each step and for each
+    evaluation; and as many graded ones with a failed call of a tool."""
     streams: Literal["memory", "files", "redis"] = "memory"
     """How batches and commands travel between trainer and orchestrator. `memory`: they share a process. `files`: the
-    orchestrator has a process of its own, so that environments and tokenizers do not slow the trainer; over files in
-    the run folder. `redis`: the same over the server of [redis]."""
+    orchestrator has a process of its own, and environments and tokenizers do not slow the trainer; over files in the
+    run folder. `redis`: the same over the server of [redis]."""
     orchestrators: bounds.Processes = 1
-    """Processes that generate rollouts, each with `inference.replicas` engines, reward workers and a ledger of its own,
-    and with an equal part of the prompts of each batch. More than one need `streams`, where the event loop of one is
-    too slow for its environments or its engines. The first one also makes the evaluations."""
+    """Processes for rollouts, each with `inference.replicas` engines, reward workers and a ledger of its own, and with
+    an equal part of the prompts of each batch. Use more if the event loop of one is too slow for its environments or
+    its engines; more than one need `streams`. The first one also makes the evaluations."""
     placement: Literal["auto", "shared", "separate"] = "auto"
-    """Which GPUs are whose. `shared`: trainer and engine both begin at the first. `separate`: the trainer is on the
-    first, the engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate where
-    there are enough GPUs, but where `single_copy` is set."""
+    """GPUs of trainer and engines. `shared`: both begin at the first. `separate`: the trainer is on the first, the
+    engines are on the next ones, each on `inference.tensor_parallel_size` of them. `auto`: separate if there are enough
+    GPUs and `single_copy` is not set."""
     threads: bounds.Threads | Auto = "auto"
-    """CPU threads of the trainer, and of all engines together, whose processes share them out. `auto`: all cores this
-    process may use."""
+    """CPU threads of the trainer, and of all engines together; the engines' processes share them out. `auto`: all cores
+    this process may use."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
-    """Where each step's metrics go beside the run folder; each is an extra to install."""
+    """Targets of each step's metrics beside the run folder; each is an extra to install."""
     sink_samples: bool = True
     """Send the kept rollouts there too, with each evaluation: a table in W&B and Trackio, text in TensorBoard."""
     metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
     """Serve the newest metrics for Prometheus at `http://127.0.0.1:<port>/metrics`, for this machine only, while the
-    run lives; 0: any free port, which the run tells. Not set: no server."""
+    run lives; 0: any free port, shown by the run. Not set: no server."""
     project: str = ""
     """Project in W&B and Trackio. Not set: WANDB_PROJECT or TRACKIO_PROJECT, or else `slipstream`."""
     name: str = ""
@@ -487,24 +490,25 @@ class RunSection(Section):
     entity: str = ""
     """Team or user in W&B. Not set: WANDB_ENTITY, or else your default one."""
     max_steps_without_signal: bounds.Items = 20
-    """Consecutive steps in which the rewards taught nothing, after which the run fails: no group's differed, or under
+    """The run fails after so many consecutive steps without a signal from rewards: no group's differed, or under
     `batch_mean` no two in the batch. A critic (`ppo`) and a teacher find something to teach in every batch."""
 
 
 class RedisConfig(Section):
-    """The Redis server, of version 6.2 or later, that carries batches and commands under `run.streams = "redis"`."""
+    """The Redis server, of version 6.2 or later, for batches and commands under `run.streams = "redis"`."""
 
     url: str
     """`redis://host:port/database`, `rediss://` with TLS, or `unix:///path`, without a password; off this machine it
     needs TLS."""
     password_variable: str = ""
-    """The environment variable that holds the server's password. Only a Unix socket that is private needs none."""
+    """The environment variable with the server's password. Only a private Unix socket needs none."""
 
 
 class ClusterConfig(Section):
     """Nodes of the run. The trainer's ranks are on the first ones and engines on the last; all else is on this host.
-    Agents start what is on other nodes (`slipstream node`), with the token in SLIPSTREAM_CLUSTER_TOKEN. Run folder and
-    model are at one path on all nodes. torchrun and srun give number, address and id of their own (docs/cluster.md)."""
+    Agents start the processes on other nodes (`slipstream node`), with the token in SLIPSTREAM_CLUSTER_TOKEN. Run
+    folder and model are at one path on all nodes. torchrun and srun give number, address and id of their own
+    (docs/cluster.md)."""
 
     nodes: Annotated[int, Field(ge=1, le=4096)] = 1
     """Nodes, this host included."""
@@ -513,7 +517,7 @@ class ClusterConfig(Section):
     launcher: Literal["manual", "ray"] = "manual"
     """How agents are started: by `slipstream node` on each node, or by the Ray cluster of this host or RAY_ADDRESS."""
     address: str = ""
-    """`HOST:PORT` of this host, at which agents join. Under `ray` by default its address in Ray, and a free port."""
+    """`HOST:PORT` of this host for agents to join. Under `ray` by default its address in Ray, and a free port."""
     run_id: str = ""
     """Agents must name it. Not set: the name of the run folder."""
     join_timeout_s: bounds.Seconds = 600.0
@@ -527,7 +531,7 @@ class ClusterConfig(Section):
 
 
 class _Sections(Section):
-    """One run: everything that `slipstream train` needs."""
+    """One run: all sections of its file."""
 
     model: ModelConfig
     environment: EnvironmentConfig | None = None
@@ -551,7 +555,7 @@ class _Sections(Section):
 
     @property
     def methods(self) -> dict[str, MethodSection]:
-        """The sections of methods that are set, by name; the checks allow one."""
+        """The set sections of methods, by name; the checks allow one."""
         found = {name: getattr(self, name) for name in method_sections()}
         return {name: section for name, section in found.items() if section is not None}
 

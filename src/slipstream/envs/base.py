@@ -1,8 +1,8 @@
 """Interface of environments: tasks, a conversation with the policy about each, and a reward for it.
 
 An environment gives SFT its targets (`gold`), RL its rewards and evaluation its accuracy. `run` talks to the policy and
-is async; `score` is plain code that may hang, raise or exit, and is only called through a `Scorer`, which can kill it.
-The policy records the tokens of a conversation (`policy.py`), so an environment cannot change what is trained on.
+is async. `score` is plain code: it may hang, raise or exit, so only a `Scorer` calls it and can kill it. The policy
+records the tokens of a conversation (`policy.py`), so an environment cannot change the trained tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_METRICS = 64
 """Most metrics of one reward: each becomes a metric of the run."""
 _MAX_NAME = 100
 _LARGEST = 3.4e38
-"""A number's largest size: what is trained on is float32."""
+"""A number's largest size: training uses float32."""
 
 
 class Score(msgspec.Struct, frozen=True):
     """Reward of one episode. `metrics` are reported with the reward and not trained on. `turn_rewards`: one for each
-    turn of the policy, or none; they are added to `reward`, which is for the whole."""
+    turn of the policy, or none; they are added to `reward`, the reward of the whole episode."""
 
     reward: float
     metrics: dict[str, float] = {}
@@ -49,22 +49,22 @@ class Reply(msgspec.Struct, frozen=True):
     """The policy's message in one turn; `length` means it was cut at the token limit."""
 
     text: str
-    """All that was sampled, thinking and calls included, without special tokens."""
+    """The whole sampled text, with thinking and calls, without special tokens."""
     finish_reason: Literal["stop", "length"]
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls in it, where the conversation has tools."""
+    """The calls in it, if the conversation has tools."""
     content: str = ""
     """The text without the calls; without tools, as `text`."""
     num_prompt_tokens: int = 0
-    """Tokens of the conversation that it answers."""
+    """Tokens of the conversation before it."""
     num_tokens: int = 0
-    """Tokens that were sampled."""
+    """Sampled tokens."""
     whole: str = ""
-    """`text` with the special tokens in it, where there are any."""
+    """`text` with its special tokens, if it has any."""
 
     @property
     def message(self) -> Message:
-        """The turn as the next conversation must hold it: with its special tokens, by which some models call tools."""
+        """The turn for the next conversation. It keeps its special tokens: some models call tools by them."""
         return Message("assistant", self.whole or self.text)
 
 
@@ -79,26 +79,26 @@ class Episode(msgspec.Struct, frozen=True):
     stop: Stop = "answer"
     """Why it ended."""
     messages: tuple[Message, ...] = ()
-    """What follows the task's prompt, the last turn included; filled in where an environment leaves it out."""
+    """The messages after the task's prompt, with the last turn. Filled in if the environment leaves them out."""
     turn_rewards: tuple[float, ...] = ()
-    """A reward for each turn that the environment itself gives; see `Score`."""
+    """The environment's own reward for each turn; see `Score`."""
     reward: float | None = None
-    """The reward, where the environment has graded the episode itself: nothing else grades it then."""
+    """The environment's own grade of the episode; nothing else grades it then."""
     conversations: tuple[tuple[Message, ...], ...] = ()
-    """All conversations of an agent, sub-agents and those before a compaction included, each with its last answer.
-    Filled in."""
+    """All conversations of an agent, each with its last answer; also of its sub-agents, and before a compaction. Filled
+    in."""
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """What came of a tool call."""
+    """The result of a tool call."""
 
     content: str
-    """What the policy reads: the tool's answer, or a sentence on what went wrong."""
+    """Text for the policy: the tool's answer, or a sentence about its failure."""
     failure: Literal["", "unknown", "arguments", "error", "timeout", "died"] = ""
-    """Empty if the tool answered; else no such tool, arguments that do not fit, the tool raised, it was killed at its
+    """Empty if the tool answered. Otherwise: no such tool, wrong arguments, the tool raised, it was killed at its
     deadline, or its process ended."""
     details: str = ""
-    """For people: the traceback, or what the process printed last."""
+    """For people: the traceback, or the last output of the process."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -127,23 +127,24 @@ class Policy(Protocol):
         max_tokens: int | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> Reply:
-        """Generates the next assistant turn after `messages`, the whole conversation so far. It has the environment's
-        tools, whoever wrote its messages; `tools`: the schemas of others, or `()` for none. `max_tokens`: less than
-        `sampling.max_tokens`, for this turn. Raises `ContextFull` if the conversation leaves no room for a turn."""
+        """Generates the next assistant turn after `messages`, the whole conversation so far. It is offered the
+        environment's tools with any messages; `tools`: schemas to offer instead, or `()` for none. `max_tokens`: less
+        than `sampling.max_tokens`, for this turn. Raises `ContextFull` if the conversation leaves no room for a turn.
+        """
         ...
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
-        """Runs one of the environment's tools in a process that can be killed; a failure is a result too."""
+        """Runs one of the environment's tools in a killable process; a failure is a result too."""
         ...
 
 
 class ContextFull(Exception):
-    """A conversation leaves no room for another turn. An episode that ends with it is graded as it stands, and counts
-    as truncated."""
+    """A conversation leaves no room for another turn. If it ends an episode, the episode is graded as it stands and
+    counts as truncated."""
 
 
 class RewardError(EnvironmentFault):
-    """A completion could not be graded; `details` holds the traceback or what else is known."""
+    """A completion could not be graded; `details` holds the traceback or other facts."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -155,14 +156,14 @@ class RewardTimeout(RewardError):
 
 
 class RewardFailed(RewardError):
-    """The reward raised, ended its process, or returned something that is not a finite number."""
+    """The reward raised, ended its process, or returned something other than a finite number."""
 
 
 class Scorer(Protocol):
     """Runs rewards; see `scoring/pool.py`."""
 
     async def score(self, task: Task, episode: Episode | str) -> Score:
-        """Grades an episode, or one that is a text alone; raises `RewardTimeout` or `RewardFailed`."""
+        """Grades an episode, or only its text; raises `RewardTimeout` or `RewardFailed`."""
         ...
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
@@ -175,7 +176,7 @@ class Scorer(Protocol):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a task's completions are limited to, beside the run's own limits; None: nothing more."""
+    """Limits of a task's completions, beside the run's own; None: no further limit."""
 
     group_size: int | None = None
     max_tokens: int | None = None
@@ -184,7 +185,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 class Environment(ABC):
     """Base class of environments. Constructed as `Class(seed=..., **settings)` in the run's process and again in every
-    reward worker, so what `score` needs must be in the task or follow from the settings."""
+    reward worker, so `score` may use the task and the settings only."""
 
     name: str = ""
     """Name in messages and reports; the class's name if empty."""
@@ -192,8 +193,8 @@ class Environment(ABC):
     """Most turns of the policy in one episode. The context length is planned for it, so every class with its own `run`
     must set it."""
     tools: Sequence[Callable[..., Any]] = ()
-    """Functions that the policy may call, plain or coroutines; their schemas follow from type hints and docstrings
-    (`tools/schemas.py`). They run where `score` does."""
+    """Functions for the policy to call, plain or coroutines; their schemas follow from type hints and docstrings
+    (`tools/schemas.py`). They run in worker processes, like `score`."""
     max_tool_calls: int = 16
     """Most calls in one episode."""
     scores_groups: bool = False
@@ -203,16 +204,16 @@ class Environment(ABC):
     num_solved_examples: int = 0
     """`environment.num_examples` of the run file."""
     hung: str = ""
-    """Where its own process hung and was killed for it, if it has one: for the errors of its episodes."""
+    """Last output of its own process, if this hung and was killed: for the errors of its episodes."""
     is_held_up: bool = False
-    """Whether a call blocks all episodes of its own process now, if it has one: they are not late by that."""
+    """Whether a call blocks all episodes of its own process now, if it has one: this time makes no episode late."""
     bounds_itself: ClassVar[bool] = False
-    """Whether it sees itself that `setup` and `close` end in time: those of a process of its own. `setup` is then
+    """Whether it bounds the time of `setup` and `close` itself, because they run in its own process. `setup` is then
     called before each episode, too, and does nothing while the process lives."""
     on_warning: Callable[[str], None] = staticmethod(lambda text: None)
     """Tells the run's user something; set in a run."""
     log_folder: Path | None = None
-    """Where an environment with processes of its own may write their output; set in a run."""
+    """Folder for the output of an environment's own processes; set in a run."""
     needs_address: bool = False
     """Whether episodes are played by a program with requests to `Policy.address`."""
     grades_special_tokens: bool = False
@@ -220,29 +221,29 @@ class Environment(ABC):
     runs_user_code: bool = False
     """Whether `run` calls the user's code."""
     tools_in_prompts: ClassVar[bool] = False
-    """Whether its tasks bring the schemas of their tools in their prompts; otherwise all get those of `tools`."""
+    """Whether its tasks bring the schemas of their tools in their prompts; otherwise all get the schemas of `tools`."""
     takes_section: ClassVar[bool] = False
     """Whether it is constructed as `Class(section)`, with the section [environment] of the run file."""
     plays_itself: ClassVar[bool] = False
     """Whether it plays and grades its episodes in a process of its own, with `environment.python`."""
     package: ClassVar[str] = ""
-    """The package that its tasks come from, if not its class's own."""
+    """The package of its tasks, if not its class's own."""
     given_settings: Mapping[str, Any] = MappingProxyType({})
-    """`environment.settings` of the run file, for messages; set by the code that constructs the environment."""
+    """`environment.settings` of the run file, for messages; set by the constructing code."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.name = self.name or type(self).__name__
 
     def attach(self, warn: Callable[[str], None] | None = None, log_folder: Path | None = None) -> None:
-        """Sets `on_warning` and `log_folder`, where given."""
+        """Sets `on_warning` and `log_folder`, if given."""
         if warn is not None:
             self.on_warning = warn
         if log_folder is not None:
             self.log_folder = log_folder
 
     def limits(self, task: Task) -> Limits:
-        """What is asked of completions for this task; less than the run's settings only."""
+        """Limits of the completions for this task; they can only lower the run's settings."""
         return Limits()
 
     def has_tools(self, task: Task) -> bool:
@@ -265,77 +266,76 @@ class Environment(ABC):
 
     @property
     def eval_source(self) -> str:
-        """Where the held-out tasks come from, shown in the plan; empty: nothing is shown."""
+        """Source of the held-out tasks, shown in the plan; empty: nothing is shown."""
         return ""
 
     @abstractmethod
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """The first `num_tasks` tasks of a split: the same for the same seed, fewer if there are no more. The first n
-        tasks of a longer list are the list of length n, and no prompt occurs in both splits (`split.split_of` ensures
-        that)."""
+        tasks of a longer list are the list of length n, and no prompt occurs in both splits (by `split.split_of`)."""
 
     def gold(self, task: Task) -> str | Sequence[Message] | None:
-        """The correct answer as the policy should write it, if known; or all messages that should follow the prompt,
-        with tool calls and the tools' answers, of which the last one is the policy's answer."""
+        """The correct answer as the policy should write it, if known; or all correct messages after the prompt, with
+        tool calls and the tools' answers, the policy's answer last."""
         return task.answer
 
     @abstractmethod
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Talks to the policy about `task` until the episode ends. All episodes share one event loop, so a synchronous
-        call blocks all of them: `await`, or use `asyncio.to_thread`. By default that loop is in a process of its own
-        (`environment.processes`), in which the environment is constructed again. No episode is run twice: if the engine
-        dies, only the lost turn is requested again. The policy cannot be called after the return."""
+        call blocks all of them: `await`, or use `asyncio.to_thread`. By default the loop runs in a process of its own
+        (`environment.processes`), with the environment constructed again. No episode is run twice: if the engine dies,
+        only the lost turn is requested again. The policy cannot be called after the return."""
 
     def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """Grades an episode's text; may be a coroutine, of which several run concurrently. Called in a process that may
-        be killed: keep no state between calls. A class has this method, `score_episode`, or `score_group`."""
+        """Grades an episode's text; may be a coroutine, and several run concurrently. Its process may be killed: keep
+        no state between calls. A class has this method, `score_episode`, or `score_group`."""
         raise NotImplementedError
 
     def score_episode(self, task: Task, episode: Episode) -> Score | Awaitable[Score]:
-        """Grades an episode with all its messages; by default its text, by `score`, and without that as a group of one,
-        by `score_group`. Called where `score` is."""
+        """Grades an episode with all its messages. By default `score` grades its text; without `score`, `score_group`
+        grades it as a group of one. Called in the same processes as `score`."""
         if self.grades_texts or not self.grades_groups(task):
             text = graded_part(episode.completion, self.graded_text)
             return Score(0.0, {"no_answer": 1.0}) if text is None else self.score(task, text)
         return scored(self.score_group(task, (episode,)), lambda scores: scores[0])
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
-        """Grades the episodes of one task together, a score for each in order: a ranking, say. Called where `score`
-        is, under `scores_groups`."""
+        """Grades the episodes of one task together, a score for each in order: a ranking, say. Called under
+        `scores_groups`, in the same processes as `score`."""
         raise NotImplementedError
 
     def call_tool(self, name: str, arguments: dict[str, Any], task: Task) -> Any:
-        """Runs a tool for the policy, by default the one of `tools` with that name; may be a coroutine. Returns text,
-        or what is written as JSON, or a `ToolResult`; `tools.calls.CallRefused` refuses the call. Called in a process
-        that may be killed, which has nothing of the episode but its task."""
+        """Runs a tool for the policy, by default the one of `tools` with this name; may be a coroutine. Returns text, a
+        value to write as JSON, or a `ToolResult`; `tools.calls.CallRefused` refuses the call. Its process may be
+        killed, and has nothing of the episode but its task."""
         return call_function(self.tools, name, arguments, task)
 
     def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:  # noqa: B027 (a hook)
-        """Raises `ConfigError` for a tokenizer without what answers need, before anything starts."""
+        """Raises `ConfigError` if the tokenizer lacks something that answers need, before anything starts."""
 
     def figures(
         self, tasks: Sequence[Task], rollouts: Sequence[Rollout], tokenizer: ChatTokenizer | None
     ) -> dict[str, float]:
-        """Further metrics of an evaluation, from all its rollouts; those of a task follow one another. `tokenizer`:
-        None where texts were received."""
+        """Further metrics of an evaluation, from all its rollouts, those of a task together. `tokenizer`: None if
+        texts were received."""
         return {}
 
     def setup_scoring(self) -> None:  # noqa: B027 (a hook)
-        """Called once in each process that grades, before the deadlines of its calls: for a reward model, say."""
+        """Called once in each grading process, before the deadlines of its calls: for a reward model, say."""
 
     async def setup(self) -> None:  # noqa: B027 (a hook)
-        """Called once before the first episode, where episodes are played."""
+        """Called once before the first episode, in the process of the episodes."""
 
     async def close(self) -> None:  # noqa: B027 (a hook)
-        """Called once after the last episode, also where the run fails or is interrupted; bounded in time."""
+        """Called once after the last episode, also if the run fails or is interrupted; bounded in time."""
 
     async def setup_episode(self, task: Task) -> Any:
-        """Called before `run`; what it returns is `policy.state`."""
+        """Called before `run`; its result is `policy.state`."""
         return None
 
     async def close_episode(self, task: Task, state: Any) -> None:  # noqa: B027 (a hook)
-        """Called after `run`, also when that was cancelled, took too long or raised; bounded in time. `state` is None
-        where `setup_episode` did not return."""
+        """Called after `run`, also if `run` was cancelled, took too long or raised; bounded in time. `state` is None if
+        `setup_episode` did not return."""
 
 
 def as_score(value: object) -> Score:
@@ -357,8 +357,8 @@ def as_score(value: object) -> Score:
 
 
 def plain_numbers(episode: Episode) -> Episode:
-    """`episode` with its metrics and turn rewards as floats: those of NumPy and truth values are numbers too. Raises
-    ValueError for metrics that are none, or not finite, and TypeError for what is no episode."""
+    """`episode` with its metrics and rewards as floats: NumPy's numbers and truth values are numbers too. Raises
+    ValueError for a metric other than a finite number, and TypeError for a value other than an episode."""
     if not isinstance(episode, Episode):  # pyright: ignore[reportUnnecessaryIsInstance]  (the user's code)
         raise TypeError(f"run() returned a {type(episode).__name__}: return an Episode")
     if episode.metrics == {} and episode.turn_rewards == () and episode.reward is None:
@@ -374,7 +374,7 @@ def plain_numbers(episode: Episode) -> Episode:
 
 def with_turn_rewards(score: Score | None, episode: Episode, num_turns: int, name: str) -> Score:
     """The score of an episode of environment `name`, with its turn rewards and their sum in the reward; `score` is None
-    where the episode has its reward. Raises RewardFailed for any number of them but 0 and `num_turns`."""
+    if the episode has its reward. Raises RewardFailed for any number of turn rewards but 0 and `num_turns`."""
     if score is None:
         score = as_score({**episode.metrics, "reward": episode.reward})
     turns = score.turn_rewards
@@ -389,7 +389,7 @@ def with_turn_rewards(score: Score | None, episode: Episode, num_turns: int, nam
 
 
 def scored(value: Any, convert: Callable[[Any], Score] = as_score) -> Score | Awaitable[Score]:
-    """Converts a reward function's result, which may be a coroutine."""
+    """Converts a reward function's result, or a coroutine of it."""
     if not inspect.isawaitable(value):
         return convert(value)
 

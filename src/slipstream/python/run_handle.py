@@ -34,10 +34,10 @@ from slipstream.runlog.files import Row, Rows
 
 _POLL_S = 0.1
 _OUTPUT_S = 10.0
-"""How long the last output of an ended process may take."""
+"""Longest wait for the last output of an ended process."""
 OnStep = Callable[[int, Mapping[str, Any]], object]
-"""Called with the step and its row of metrics after each step, and once before the first: with step 0 or, in a run that
-is resumed, with the step that it goes on from."""
+"""Called with the step and its row of metrics after each step, and once before the first: with step 0 or, in a resumed
+run, with the step of its checkpoint."""
 
 
 class Job:
@@ -79,9 +79,9 @@ class Job:
         self.process.send_signal(signal.SIGINT)
 
     def follow(self, each: Callable[[], None] = lambda: None) -> Outcome:
-        """Wait for its end and call `each` meanwhile; what came of it. An interrupt of this process is passed on: the
-        first asks it to stop, the second ends it at once. So does whatever else is raised meanwhile, and that is raised
-        again when the process has ended."""
+        """Wait for its end and call `each` meanwhile; its outcome. An interrupt of this process is passed on: the first
+        asks it to stop, the second ends it at once. Any other exception meanwhile does the same, and the first one is
+        raised again when the process has ended."""
         raised: BaseException | None = None
         while True:
             try:
@@ -112,7 +112,7 @@ class Job:
         each()
 
     def _receive(self) -> None:
-        """Take what the child has sent of its outcome, which would otherwise wait for this side."""
+        """Take the sent outcome from the child: it would otherwise wait for this side."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self._received = self._received or self._channel.receive(0.0)
 
@@ -132,17 +132,16 @@ class Run:
     """A run and its folder. `train` and `sft` return one, `load_run` opens one of a folder."""
 
     def __init__(self, folder: Path, start: Callable[[], Job] | None = None, on_step: OnStep | None = None) -> None:
-        """`start` starts the call's process, when it is known which rows there were before."""
+        """`start` starts the call's process, after the earlier rows have been counted."""
         self.folder = folder
-        """Everything that the run left: metrics, events, rollouts, settings, checkpoints."""
+        """All files of the run: metrics, events, rollouts, settings, checkpoints."""
         self.summary: dict[str, Any] = {}
-        """What `slipstream train --json` prints, once a run of this program has made all its steps."""
+        """The output of `slipstream train --json`, once a run of this program has made all its steps."""
         self._on_step = on_step
         self._offset = len(_whole_lines(self._metrics_file))
-        """Where in `metrics.jsonl` the rows begin that `on_step` was not called with; those of an earlier call are not
-        of this one."""
+        """Bytes of `metrics.jsonl` before the first new row for `on_step`. The rows of an earlier call are not new."""
         self._called = -1
-        """The last step that `on_step` was called with."""
+        """The last step in a call of `on_step`."""
         self._error: BaseException | None = None
         self._was_interrupted = False
         self._ended = threading.Event()
@@ -178,7 +177,7 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """The same as a pandas.DataFrame, a row for each step; `rows` where pandas is not installed."""
+        """The same as a pandas.DataFrame, a row for each step; `rows` if pandas is not installed."""
         if importlib.util.find_spec("pandas") is None:
             return self.rows
         import pandas  # pyright: ignore[reportMissingTypeStubs, reportMissingImports]
@@ -187,12 +186,12 @@ class Run:
 
     @property
     def samples(self) -> Rows:
-        """The rollouts that the run kept, prompts, completions and rewards."""
+        """The kept rollouts of the run: prompts, completions and rewards."""
         return read_samples(self.folder)
 
     @property
     def events(self) -> Rows:
-        """What happened, in order: versions applied, checkpoints, warnings."""
+        """Its events, in order: versions applied, checkpoints, warnings."""
         return read_events(self.folder)
 
     @property
@@ -202,7 +201,7 @@ class Run:
 
     @property
     def weights(self) -> Path | None:
-        """The newest checkpoint's model folder (with LoRA: adapter), which Transformers and vLLM load."""
+        """The newest checkpoint's model folder (with LoRA: adapter), for Transformers and vLLM to load."""
         found = [path / "weights" for path in checkpoints_of(self.folder)]
         return next((path for path in reversed(found) if path.exists()), None)
 
@@ -232,7 +231,7 @@ class Run:
             self._job.stop()
 
     def wait(self, timeout_s: float | None = None) -> Run:
-        """Wait for the end. Raises what ended the run, unless it was stopped as asked; `TimeoutError` where it goes on
+        """Wait for the end. Raises the run's error, unless the run was stopped as asked; `TimeoutError` if it goes on
         after `timeout_s` seconds."""
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"run {self.folder} goes on after {timeout_s:g} s")
@@ -255,8 +254,8 @@ class Run:
             self._ended.set()
 
     def _call_back(self) -> None:
-        """Pass new rows to the callback: the first line of each step, and none of a step that an automatic restart
-        makes again. What it raises ends the calls."""
+        """Pass new rows to the callback: the first line of each step, and none of a step repeated by an automatic
+        restart. An exception of the callback ends the calls; KeyboardInterrupt does not."""
         for line in _whole_lines(self._metrics_file, self._offset).splitlines(keepends=True):
             if self._on_step is None:
                 return
@@ -284,7 +283,7 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """The run in `folder`, also one that goes on in another process. Raises ConfigError where there is none."""
+    """The run in `folder`; it may go on in another process. Raises ConfigError if there is none."""
     folder = Path(folder).expanduser().resolve()
     if not holds_run(folder):
         raise ConfigError(f"{folder} is no run folder: it has no events.jsonl")
@@ -292,7 +291,7 @@ def load_run(folder: str | Path) -> Run:
 
 
 def _whole_lines(file: Path, offset: int = 0) -> bytes:
-    """The file's whole lines from `offset` on: the last one may be in the making, or torn by a process that died."""
+    """The file's whole lines from `offset` on: the last one may be in the making, or torn by a dead process."""
     try:
         with file.open("rb") as opened:
             opened.seek(offset)
@@ -303,7 +302,7 @@ def _whole_lines(file: Path, offset: int = 0) -> bytes:
 
 
 def error_of(outcome: Outcome) -> SlipstreamError:
-    """The exception that the child ended with."""
+    """The exception at the child's end."""
     kind: Any = getattr(errors, outcome.error, None)
     if not (isinstance(kind, type) and issubclass(kind, SlipstreamError)):
         kind = SlipstreamError

@@ -18,8 +18,8 @@ MAX_POINTS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of a panel. `spread` is a standard deviation, clipped to `least` and `most` of the numbers that the
-    metric averages; `low` and `high` are an interval."""
+    """One metric of a panel. `spread` is a standard deviation, clipped to `least` and `most` of the averaged numbers;
+    `low` and `high` are an interval."""
 
     metric: str
     label: str
@@ -29,17 +29,17 @@ class Line:
     least: str = ""
     most: str = ""
     absent: float | None = None
-    """Value of a missing metric, for metrics that are written only when there is something to report."""
+    """Value of a missing metric, for metrics written only if there is something to report."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """All metrics that it is drawn from."""
+        """All metrics for drawing it; empty names are not set."""
         return (self.metric, self.spread, self.low, self.high, self.least, self.most)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Metrics that share a plot."""
+    """Metrics in one plot."""
 
     title: str
     note: str
@@ -52,12 +52,12 @@ class Panel:
     always: bool = False
     """Drawn even if it does not vary."""
     missing: str = ""
-    """Why it may not have been recorded, for panels that a reader looks for."""
+    """Why it may not have been recorded, for panels expected by a reader."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Panels that answer one question."""
+    """Panels for one question."""
 
     title: str
     note: str
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Series:
-    """A line as drawn: one entry for each step that has a number."""
+    """A line as drawn: one entry for each step with a number, or for each averaged part of the steps."""
 
     label: str
     x: list[float]
@@ -226,8 +226,8 @@ def value_of(row: Row, name: str) -> float | None:
 
 
 def groups_of(runs: Sequence[Rows]) -> list[Group]:
-    """The groups with the panels for which any of the runs has numbers: reward components right after the reward, what
-    was dropped or tried again at the end of the first group; and a last group of the metrics that no panel shows."""
+    """The groups, with all panels for the metrics of any run. In the first group reward components follow the reward,
+    and counts of drops and retries are at the end. A last group has the metrics outside all panels."""
     present = {name for rows in runs for row in rows for name in row if "/" in name}
     shown = {name for group in GROUPS for panel in group.panels for line in panel.lines for name in line.metrics}
     rest = sorted(
@@ -252,7 +252,7 @@ def groups_of(runs: Sequence[Rows]) -> list[Group]:
 
 
 def _without_absent(panel: Panel, present: Set[str]) -> Panel:
-    """Without the lines that would be drawn at their value for a missing metric, and that no run has."""
+    """Without lines for metrics missing in all runs: each would be drawn at its value for a missing metric."""
     lines = tuple(line for line in panel.lines if line.absent is None or line.metric in present)
     return replace(panel, lines=lines)
 

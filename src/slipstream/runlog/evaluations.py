@@ -2,8 +2,8 @@
 names of an evaluation's figures among metrics.
 
 Guarantees: a file is private to its user, appears whole or not at all, and never takes the place of another one. It
-holds every sample of every task, so that figures can be computed again and two evaluations compared task by task; it
-holds no key and no user information of an address. Only files of this `schema` are read.
+holds every sample of every task, to compute figures again and to compare two evaluations task by task. It holds no key
+and no user information of an address. Only files of this `schema` are read.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class KeptSample(msgspec.Struct, frozen=True):
     """One sample of a task."""
 
     text: str
-    """What was graded."""
+    """The graded text."""
     reward: float
     right: bool
     """Graded, and the reward reaches the threshold."""
     outcome: Outcome
     metrics: dict[str, float] = {}
-    """What the reward or the environment measured beside the reward."""
+    """Further measurements of the reward or the environment."""
     vote: str | None = None
-    """What it votes for in a majority; null where it gives no answer, or where the task has none."""
+    """Its answer in a majority vote; null if it gives no answer, or if the task has none."""
     num_tokens: int | None = None
-    """Sampled tokens; null where an address does not tell them one by one."""
+    """Number of sampled tokens; null if an address does not return them one by one."""
     error: str = ""
 
 
@@ -55,9 +55,9 @@ class KeptTask(msgspec.Struct, frozen=True):
 
     id: str
     source: str
-    """Its `data_source`; empty where it has none."""
+    """Its `data_source`; empty if it has none."""
     prompt_digest: str
-    """Of all messages of the prompt: two tasks of one id are the same task only where it is equal."""
+    """Digest of all messages of the prompt: two tasks of one id are the same task only if it is equal."""
     prompt: str
     """The last message of the prompt."""
     answer: str | None
@@ -65,33 +65,33 @@ class KeptTask(msgspec.Struct, frozen=True):
 
     @property
     def accuracy(self) -> float:
-        """Fraction of its samples that are right."""
+        """Fraction of right samples."""
         return sum(sample.right for sample in self.samples) / len(self.samples)
 
 
 class KeptEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation as it is kept."""
+    """A kept evaluation."""
 
     schema: int = SCHEMA
     model: str
-    """What was evaluated: a folder, a hub id, or an address and the model's name there."""
+    """The evaluated model: a folder, a hub id, or an address and the model's name there."""
     time: float
     """Unix time of its end."""
     settings: dict[str, Any]
-    """What the figures depend on: `section.key` and value."""
+    """All settings behind the figures: `section.key` and value."""
     metrics: dict[str, float]
     """As in `metrics.jsonl`."""
     tasks: list[KeptTask]
 
 
 def prompt_digest(prompt: Sequence[Message]) -> str:
-    """See `KeptTask`."""
+    """SHA-256 of `content_of` the prompt: its first 32 hex digits."""
     return hashlib.sha256(msgspec.json.encode(content_of(prompt))).hexdigest()[:32]
 
 
 def content_of(messages: Sequence[Message]) -> list[Any]:
-    """The content of messages, for digests: without the paths of their images, which have digests, and without values
-    that depend on the model."""
+    """The content of messages, for digests. Paths of images are left out, as images have digests, and so are values
+    dependent on the model."""
     found: list[Any] = []
     for message in messages:
         media = [{**msgspec.to_builtins(image), "uri": ""} for image in message.media]
@@ -102,14 +102,14 @@ def content_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def new_place(folder: Path) -> Path:
-    """A file name in `evaluations/` of a run's folder that is not taken, by the time of day."""
+    """A free file name in `evaluations/` of a run's folder, by date and time."""
     name = time.strftime("%Y%m%d-%H%M%S")
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(path for each in names if not (path := folder / FOLDER / f"{each}.json").exists())
 
 
 def refuse_taken(path: Path) -> None:
-    """Raise `ConfigError` where the file cannot be made, before anything is computed for it."""
+    """Raise `ConfigError` if the file cannot be made, before anything is computed for it."""
     if path.exists():
         raise ConfigError(f"{path} exists already, and kept results are not overwritten: name another file with --out")
     if not path.parent.is_dir() and path.parent.name != FOLDER:
@@ -117,7 +117,7 @@ def refuse_taken(path: Path) -> None:
 
 
 def keep_evaluation(path: Path, evaluation: KeptEvaluation) -> None:
-    """Write the file, whole and on disk. Raises `ConfigError` where there is one already."""
+    """Write the file, whole and on disk. Raises `ConfigError` if there is one already."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with disk_errors(path):
         if path.parent.name == FOLDER:
@@ -127,7 +127,7 @@ def keep_evaluation(path: Path, evaluation: KeptEvaluation) -> None:
                 file.write(msgspec.json.encode(evaluation) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(partial, path)  # unlike a rename, this fails where there is a file
+            os.link(partial, path)  # unlike a rename, this fails if there is a file
         except FileExistsError:
             raise ConfigError(
                 f"{path} was made by another process meanwhile, and kept results are not overwritten: evaluate again, "
@@ -139,7 +139,7 @@ def keep_evaluation(path: Path, evaluation: KeptEvaluation) -> None:
 
 
 def find_evaluation(named: Path) -> Path:
-    """The file of kept results that `named` means: itself, or the newest of a run. Raises `ConfigError`."""
+    """The file of kept results for `named`: itself, or the newest of a run. Raises `ConfigError` without one."""
     if named.is_file():
         return named
     if (named / "events.jsonl").is_file():
@@ -158,7 +158,7 @@ def _age(path: Path) -> tuple[int, str, int, str]:
 
 
 def read_evaluation(path: Path) -> KeptEvaluation:
-    """Read a file of kept results. Raises `DataError` for one that is damaged, of another kind or another schema."""
+    """Read a file of kept results. Raises `DataError` if it is damaged, of another kind or another schema."""
     try:
         with usable(path):
             data = read_regular(path)
@@ -180,7 +180,7 @@ class _Schema(msgspec.Struct):
 
 
 def figures_of(metrics: Mapping[str, Any], group: str = "eval") -> dict[str, tuple[float, float | None, float | None]]:
-    """The figures of `eval`, or of a data source, by name (`best@4`), each with its interval where it has one."""
+    """The figures of `eval`, or of a data source, by name (`best@4`): value, and ends of the interval if it has one."""
     found: dict[str, tuple[float, float | None, float | None]] = {}
     for name, value in metrics.items():
         figure = name.removeprefix(f"{group}/")
@@ -195,5 +195,5 @@ def _order(figure: str) -> tuple[int, int]:
 
 
 def sources_of(metrics: Mapping[str, Any]) -> list[str]:
-    """The data sources that have figures of their own."""
+    """The data sources with figures of their own."""
     return [match[1] for name in metrics if (match := _SOURCE.fullmatch(name))]

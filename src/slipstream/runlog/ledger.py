@@ -1,12 +1,12 @@
 """The ledger of a run's groups of rollouts: `ledger.sqlite` in the run folder, written by the orchestrator.
 
 Every group ends exactly once: `trained` at a step, `dropped` for a reason (`failed`: all of its rollouts did), or
-`cancelled` for one. In a run without resumes the sums are those of `metrics.jsonl`. Before that a group is
-`running`, `ready` (finished) or `batched`. Finished groups are stored whole until no crash can need them. The next
-attempt of a run that died uses them again (`kept`): those of weights that its checkpoint descends from, if fresh.
+`cancelled` for one. In a run without resumes the sums equal the sums in `metrics.jsonl`. An open group is `running`,
+`ready` (finished) or `batched`. Finished groups are stored whole until no crash can need them. After a crash the next
+attempt uses the fresh ones again (`kept`), if its checkpoint descends from their weights.
 
-Groups begin and finish often, and a transaction costs more than what is in it. With `later`, that they did is written
-within `_SOON_S`, or with whatever else is written before; a crash may find them as they were that much earlier.
+Groups begin and finish often, and a transaction costs more than its statements. With `later`, both events are written
+within `_SOON_S`, or with an earlier change of another kind; a crash may lose the events of this time.
 
 One thread at a time writes. `balance` reads a ledger from any process.
 """
@@ -31,7 +31,7 @@ from slipstream.records import TRAINABLE_OUTCOMES, Rollout, encode_rollouts
 from slipstream.runlog.reader import read_metrics
 
 FILE = "ledger.sqlite"
-"""Of the only orchestrator, or the first; that of the second is `ledger-1.sqlite`."""
+"""Name for the only orchestrator, or the first; the second has `ledger-1.sqlite`."""
 _OTHERS = re.compile(r"ledger-([0-9]+)\.sqlite")
 _FORMAT = 1
 _SOON_S = 0.02
@@ -47,7 +47,7 @@ CREATE INDEX of_state ON groups (state, step);
 CREATE TABLE rollouts (id TEXT NOT NULL, lineage INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (id, lineage));
 """
 _ENDS = "CREATE TABLE IF NOT EXISTS ends (lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, reason TEXT NOT NULL)"
-"""Ledgers of format 1 have it from the first attempt on that came to its end."""
+"""A ledger of format 1 gets this table when an attempt first closes it."""
 _OF_THE_DISK = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
@@ -56,32 +56,32 @@ _FAILED = """CREATE TABLE IF NOT EXISTS failed (
     id TEXT NOT NULL, lineage INTEGER NOT NULL, reason TEXT NOT NULL, tokens INTEGER NOT NULL,
     PRIMARY KEY (id, lineage, reason)
 ) WITHOUT ROWID"""
-"""The failed rollouts of groups that finished, by outcome. In older ledgers a group's tokens have theirs, too."""
+"""Tokens of failed rollouts in finished groups, by outcome. In older ledgers a group's own tokens include them."""
 _decoder = msgspec.msgpack.Decoder(list[Rollout])
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Groups that are in one state, for one reason."""
+    """Groups in one state, for one reason."""
 
     state: str
     reason: str
     num_groups: int
     num_tokens: int
-    """Sampled tokens; of a group that did not finish, none are counted. The tokens of failed rollouts are `dropped` for
-    their outcome, in a separate entry without groups."""
+    """Sampled tokens; an unfinished group counts none. The tokens of failed rollouts are `dropped` for their outcome,
+    in a separate entry without groups."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Where all groups that were begun are."""
+    """All groups of a run, by state and reason."""
 
     entries: tuple[Entry, ...]
     ended: str = ""
-    """At which step the last attempt ended, and why; empty while it goes on, and where it was killed."""
+    """Step and reason of the last attempt's end; empty while it goes on, and after a kill."""
 
     def num(self, *states: str) -> int:
-        """How many groups are in these states."""
+        """Number of groups in these states."""
         return sum(entry.num_groups for entry in self.entries if entry.state in states)
 
     @property
@@ -91,7 +91,7 @@ class Balance:
 
     @property
     def num_open(self) -> int:
-        """Groups that have not ended; 0 after a run that made all its steps."""
+        """Groups without an end; 0 after a run has made all its steps."""
         return self.num(*_OPEN)
 
 
@@ -113,13 +113,13 @@ class Ledger:
         keep_bytes: bool = False,
         on_drop: Callable[[str, Mapping[str, int]], None] = lambda reason, tokens: None,
     ) -> None:
-        """Opens or creates the ledger of the run in `folder`, at the beginning of attempt `lineage`, which goes on from
-        `first_step`. Groups of an earlier attempt are used again only where `shape`, the settings that a group depends
-        on, is the same, and never without `keeps`. `saved_step`: the step of the newest whole checkpoint.
-        `orchestrator`: whose ledger it is. `later` calls a function in so many seconds, in the thread that writes;
-        without it all is written at once. `keep_bytes`: finished rollouts keep what is encoded here for the transport
-        of their batch. `on_drop` is told of each group of an earlier attempt that is dropped: its reason, and its
-        sampled tokens by reason."""
+        """Opens or creates the ledger of the run in `folder` for attempt `lineage`, from `first_step` on. `shape`: all
+        settings behind a group; a group of an earlier attempt is used again only under an equal `shape`, and never
+        without `keeps`. `saved_step`: the step of the newest whole checkpoint. `orchestrator`: the number of the
+        ledger's orchestrator. `later` calls a function after so many seconds, in the writing thread; without it
+        everything is written at once. `keep_bytes`: finished rollouts keep their bytes, encoded here, for the transport
+        of their batch. `on_drop` is called for each dropped group of an earlier attempt, with its reason and its
+        sampled tokens by reason. Raises ConfigError for another format."""
         self._on_drop = on_drop
         self._lineage, self._first, self._staleness, self._saved_step = lineage, first_step, staleness, saved_step
         self._later, self._keep_bytes, self._keeps = later, keep_bytes, keeps
@@ -133,7 +133,7 @@ class Ledger:
             _check_tables(self._data)
             self._data.execute("PRAGMA journal_mode = WAL")
             self._data.execute("PRAGMA synchronous = NORMAL")
-            self._data.execute("PRAGMA secure_delete = OFF")  # what is forgotten need not be overwritten
+            self._data.execute("PRAGMA secure_delete = OFF")  # deleted rollouts need not be overwritten
         with self._writing():
             found = self._data.execute("PRAGMA user_version").fetchone()[0]
             if found == 0:  # new
@@ -149,9 +149,9 @@ class Ledger:
     def kept(
         self, group: str, step: int, is_in_time: Callable[[int], bool] = lambda oldest: True
     ) -> tuple[int, list[Rollout]] | None:
-        """The oldest version's step, and the rollouts, of a group that an earlier attempt finished; None where there is
-        none that may be trained on at `step`, and, as `is_in_time` says of that version, will be in time. The group is
-        ready then."""
+        """Makes a group finished by an earlier attempt ready: the step of its oldest version, and its rollouts. None if
+        there is no such group. None also for one with damaged rollouts, too stale at `step`, or late because
+        `is_in_time` refuses its oldest version; this one is dropped."""
         query = "SELECT lineage, oldest, tokens, data FROM groups JOIN rollouts USING (id, lineage)"
         with self._reported():
             row = self._data.execute(f"{query} WHERE id = ? AND state = ?", (group, "kept")).fetchone()
@@ -211,22 +211,22 @@ class Ledger:
                 )
 
     def trained(self, step: int) -> None:
-        """All batches of steps before `step` were trained on. Their groups are forgotten where no crash can need them:
-        where a checkpoint holds them, or the newest one does not descend from their weights."""
+        """All batches of steps before `step` were trained on. Their rollouts are deleted once no crash can need them:
+        the newest checkpoint includes their step, or does not descend from their weights."""
         saved = self._saved_step()
         with self._writing():
             self._data.execute("UPDATE groups SET state = 'trained' WHERE state = 'batched' AND step < ?", (step,))
-            self._data.execute(  # CROSS JOIN: by way of the few rollouts, not of all groups that were ever trained on
+            self._data.execute(  # CROSS JOIN: over the few rollouts, not over all groups ever trained on
                 "DELETE FROM rollouts WHERE (id, lineage) IN (SELECT id, lineage FROM rollouts CROSS JOIN groups "
                 "USING (id, lineage) WHERE state = 'trained' AND (step < ? OR newest > ?))",
                 (saved, saved),
             )
 
     def close(self, step: int, *, is_whole: bool = False, reason: str = "", unused: str = "") -> None:
-        """The attempt ends, with the batches of steps before `step` trained on: what is running is cancelled. Finished
-        groups wait for the next attempt, unless the run `is_whole`: then what an earlier attempt had finished, and no
-        batch had room for any more, is dropped. `reason`: why the attempt ends. `unused`: the reason to drop finished
-        groups of this attempt, too."""
+        """Ends the attempt, with the batches of steps before `step` trained on: running groups are cancelled, finished
+        ones wait for the next attempt. If the run `is_whole`, groups still kept from earlier attempts are dropped as
+        `surplus`: no batch had room for them any more. `reason`: why the attempt ends. `unused`: the reason to drop
+        finished groups of this attempt, too."""
         try:
             self.trained(step)
             with self._writing():
@@ -249,7 +249,7 @@ class Ledger:
             self._data.close()
 
     def _take_over(self, shape: str) -> None:
-        """Decide on what earlier attempts have left."""
+        """Decide on the groups left by earlier attempts."""
         last = self._data.execute("SELECT shape FROM attempts ORDER BY lineage DESC LIMIT 1").fetchone()
         self._data.execute("INSERT INTO attempts VALUES (?, ?, ?)", (self._lineage, self._first, shape))
         self._data.execute("UPDATE groups SET state = 'cancelled', reason = 'process died' WHERE state = 'running'")
@@ -270,7 +270,7 @@ class Ledger:
             )
 
     def _why_dropped(self, data: bytes | None, is_other: bool) -> str:
-        """Why what an earlier attempt has left is of no use; empty where it is."""
+        """Why a group left by an earlier attempt is of no use; empty if it is of use."""
         if is_other:
             return "other settings"
         if data is None or not self._keeps:
@@ -285,19 +285,19 @@ class Ledger:
         self._on_drop(reason, {reason: tokens, **dict(self._data.execute(query, (group, lineage)).fetchall())})
 
     def _survivors(self) -> dict[int, int]:
-        """For each earlier lineage, the newest of its versions that this attempt's weights descend from."""
+        """For each earlier lineage, the step of its newest version among the ancestors of this attempt's weights."""
         starts = dict(self._data.execute("SELECT lineage, first_step FROM attempts").fetchall())
         starts[self._lineage] = self._first
         earlier = (lineage for lineage in starts if lineage < self._lineage)
         return {lineage: min(step for other, step in starts.items() if other > lineage) for lineage in earlier}
 
     def _descends(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether all tokens are of weights that this attempt's weights descend from."""
+        """Whether all tokens were sampled by ancestors of this attempt's weights."""
         names = {span.version for rollout in rollouts for q in rollout.sequences for span in q.versions}
         return all(_step_of(name) <= self.survivors.get(int(name.partition(".")[0]), -1) for name in names)
 
     def _set(self, group: str, state: str, reason: str = "", lineage: int | None = None) -> None:
-        """Of the group's row of `lineage`, or of its only one that has not ended."""
+        """Set the group's row of `lineage`, by default its only open one; delete its rollouts unless it is ready."""
         with self._writing():
             if lineage is None:
                 query = "SELECT lineage FROM groups WHERE id = ? AND state IN ('running', 'ready', 'kept')"
@@ -309,7 +309,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _reported(self) -> Generator[None]:
-        """Raises `SlipstreamError` where the file cannot be written or is no ledger."""
+        """Raises `SlipstreamError` if the file cannot be written or is no ledger."""
         try:
             yield
         except sqlite3.Error as error:
@@ -349,15 +349,15 @@ class Ledger:
 
 
 def end_ledgers(folder: Path, number: int, lineage: int, first_step: int) -> None:
-    """Drop what orchestrators from `number` on have left, of which an earlier attempt had more."""
+    """Drop the groups left by orchestrators from `number` on: an earlier attempt had more of them."""
     for other in _others(folder):
         if other >= number:
             Ledger(folder, lineage, first_step, staleness=0, shape={}, orchestrator=other).close(first_step)
 
 
 def end_whole(folder: Path, step: int) -> None:
-    """Leave nothing open in the ledgers of a run that has come to its end at `step`, and was killed before it could
-    close them. Raises DataError for one that cannot be written."""
+    """End all open groups in the ledgers of a run. It was killed after its end at `step`, before it could close them.
+    Raises DataError if a ledger cannot be written."""
     for path in paths_of(folder):
         try:
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as data:
@@ -376,7 +376,7 @@ def end_whole(folder: Path, step: int) -> None:
 
 
 def _others(folder: Path) -> list[int]:
-    """The orchestrators but the first that have a ledger in the run folder."""
+    """The orchestrators with a ledger in the run folder, without the first."""
     names = map(_OTHERS.fullmatch, os.listdir(folder))
     return sorted(int(name[1]) for name in names if name)
 
@@ -391,8 +391,8 @@ def _path_of(folder: Path, orchestrator: int) -> Path:
 
 
 def balance(folder: Path) -> Balance | None:
-    """How the groups of the run in `folder` ended; None without a ledger. Groups of batches that `metrics.jsonl` has as
-    skipped are dropped as `skipped`. Raises DataError if it cannot be read."""
+    """How the groups of the run in `folder` ended; None without a ledger. Groups of batches skipped in `metrics.jsonl`
+    (`train/skipped`) count as dropped, with the reason `skipped`. Raises DataError if it cannot be read."""
     paths = paths_of(folder)
     if folder / FILE not in paths:
         return None
@@ -418,7 +418,7 @@ FROM ended GROUP BY 1, 2 ORDER BY 1, 2
 
 
 def _skipped_steps(folder: Path) -> list[int]:
-    """The batches on which no optimizer step was made; a row is of the step after its batch."""
+    """The batches without an optimizer step; a row has the step after its batch."""
     if not (folder / "metrics.jsonl").is_file():
         return []
     return [row["step"] - 1 for row in read_metrics(folder) if row.get("train/skipped")]
@@ -451,7 +451,7 @@ def _read(path: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
 
 
 def _decoded(data: Any) -> list[Rollout] | None:
-    """The rollouts of a group; None where the file was damaged."""
+    """The rollouts of a group; None if the file was damaged."""
     try:
         rollouts = _decoder.decode(data)
         for name in {span.version for rollout in rollouts for q in rollout.sequences for span in q.versions}:

@@ -21,10 +21,10 @@ from slipstream.runlog.files import Row, Rows, is_running, read_lines, read_reco
 REWARD = "reward/mean"
 ACCURACY = "eval/accuracy"
 COUNTS = ("dropped/", "dropped_groups/", "dropped_tokens/", "retry/")
-"""Groups of metrics that are counts by reason, of what happened since the row before."""
+"""Groups of metrics with counts by reason, of events since the row before."""
 ROLLOUT_COUNTS = ("non_finite", "metrics_left_out")
 ROLLOUT_FLAGS = ("not_applicable", "unclosed_thinking")
-"""Ends of names of metrics that only some rollouts have: numbers of things, and 1 where something is so."""
+"""Ends of names of metrics of some rollouts only: counts, and flags with the value 1."""
 _SPARSE = re.compile(
     rf"({'|'.join(COUNTS)}).+|rollout/(stop_.+|groups_cancelled|thinking_length|turns)|train/skipped|checkpoint/skipped"
     r"|idle/.+_s|staleness/age_\d+|task/.+/dropped|task/left_out"
@@ -34,7 +34,7 @@ MAX_FOLDERS = 20_000
 """A search for runs ends after so many: it may have been asked of a whole disk."""
 _MAX_TIME, _MAX_NUMBER = 1e11, 1 << 53
 _TABLES = ("sequences", "images", "turns")
-"""Fields of a sample that are lists of tables."""
+"""Fields of a sample with lists of tables."""
 
 ExitStatus = Literal["finished", "failed", "interrupted"]
 RunStatus = Literal["running", "finished", "failed", "interrupted", "killed", "damaged", "unreadable"]
@@ -58,11 +58,11 @@ class ExitReport(msgspec.Struct, frozen=True):
     restarts: int = 0
     """Automatic restarts, over all lineages."""
     failure_class: str = ""
-    """What kind of thing ended the run, see `errors.FailureClass`; empty if it finished."""
+    """The kind of failure, see `errors.FailureClass`; empty if the run finished."""
     retriable: bool = False
     """Whether the same command with --resume may succeed as it is."""
     traceback: str = ""
-    """Only for bugs, not for errors whose message is meant for the user."""
+    """Only for bugs, not for errors with a message for the user."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class RunSummary:
     started: float
     """Unix time."""
     duration_s: float
-    """Time that processes worked on the run, without pauses before resumes."""
+    """Working time of the run's processes, without pauses before resumes."""
     message: str = ""
     model: str = ""
-    """The model that it began with, for people."""
+    """Its start model, for people."""
 
 
 class _Model(msgspec.Struct):
@@ -94,7 +94,7 @@ class _Training(msgspec.Struct):
 
 
 class _Settings(msgspec.Struct):
-    """The part of `resolved.toml` that a summary needs."""
+    """The part of `resolved.toml` for a summary."""
 
     model: _Model = msgspec.field(default_factory=_Model)
     training: _Training = msgspec.field(default_factory=_Training)
@@ -134,15 +134,15 @@ def why_no_sample(line: Row) -> str:
 def read_metrics(folder: str | Path) -> Rows:
     """One row for each step of the surviving history, in order.
 
-    Steps of an earlier lineage after the step from which a later one resumed are left out: they were repeated. Rows of
-    one step are merged. Values are the last written; a later lineage adds only what the step lacks. Counts add up.
-    `lineage` and `time` are those of the first row.
+    A later lineage repeats the steps after its checkpoint; the earlier lineage's rows of these steps are left out. Rows
+    of one step are merged. Values are the last written; a later lineage adds only values missing in the step. Counts
+    add up. `lineage` and `time` come from the first row.
     """
     return metrics_of(read_lines(Path(folder) / "metrics.jsonl", why_none=why_no_row), read_events(folder))
 
 
 def metrics_of(lines: Rows, events: Rows) -> Rows:
-    """`read_metrics` for lines that were already read."""
+    """`read_metrics` for lines already read."""
     rows: dict[int, Row] = {}
     for row in _surviving(lines, _after(_resumed_from(events))):
         first = rows.get(row["step"])
@@ -160,7 +160,7 @@ def _merged(first: Row, further: Row) -> Row:
 
 
 def is_sparse(name: str) -> bool:
-    """Whether a row has a metric only where there is something: for a row of a batch that lacks it, see `plain`."""
+    """Whether rows have a metric only if there is something to report; `plain` is its value in a batch without it."""
     return _SPARSE.fullmatch(name) is not None
 
 
@@ -185,13 +185,13 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def read_samples(folder: str | Path) -> Rows:
-    """The samples of the surviving history. `step` of a training sample is that of its batch (from 0); of a held-out
-    one (`split` is `eval`) that of the evaluated version."""
+    """The samples of the surviving history. A training sample has the `step` of its batch (from 0), a held-out one
+    (`split` is `eval`) the step of the evaluated version."""
     return samples_of(read_lines(Path(folder) / "samples.jsonl", why_none=why_no_sample), read_events(folder))
 
 
 def samples_of(lines: Rows, events: Rows) -> Rows:
-    """`read_samples` for lines that were already read."""
+    """`read_samples` for lines already read."""
     resumed = _resumed_from(events)
     held_out = [line for line in lines if line.get("split") == "eval"]
     trained = [line for line in lines if line.get("split") != "eval"]
@@ -199,8 +199,7 @@ def samples_of(lines: Rows, events: Rows) -> Rows:
 
 
 def _latest(samples: Rows) -> Rows:
-    """Each rollout once: one that was kept when it ended, because a tool failed, may have been kept again with its
-    advantage."""
+    """Each rollout once: one kept at its end, after a tool failed, may have been kept again with its advantage."""
     early = {(line.get("step"), line.get("id")) for line in samples if line.get("kept") == "failure"}
     again = {key for line in samples if "kept" not in line and (key := (line.get("step"), line.get("id"))) in early}
     return [line for line in samples if "kept" not in line or (line.get("step"), line.get("id")) not in again]
@@ -223,16 +222,16 @@ class FoundRuns:
     """The runs in some folders."""
 
     runs: list[RunSummary] = field(default_factory=list)
-    """Newest first. A run that cannot be read is listed as such."""
+    """Newest first. An unreadable run is listed as such."""
     num_folders: int = 0
-    """How many folders were looked through."""
+    """Number of searched folders."""
     was_cut: bool = False
     """Whether there were more than `MAX_FOLDERS`."""
 
 
 def find_runs(roots: Sequence[str | Path]) -> FoundRuns:
-    """The runs in `roots`, which may be runs themselves, and below them at any depth, but in no hidden folder and in no
-    run. A run's name is its path below its root; with several roots it includes the root."""
+    """The runs in `roots` and below them at any depth, but in no hidden folder and in no run; a root may be a run. A
+    run's name is its path below its root; with several roots it includes the root."""
     found, seen = FoundRuns(), set[Path]()
     for root in map(Path, roots):
         for folder in _run_folders(root, found):
@@ -245,7 +244,7 @@ def find_runs(roots: Sequence[str | Path]) -> FoundRuns:
 
 
 def _run_folders(folder: Path, found: FoundRuns) -> Iterator[Path]:
-    """Folders of runs, and folders that this user may not read, which may be runs."""
+    """Folders of runs, and folders not readable for this user: they may be runs."""
     waiting = [folder]
     while waiting:
         folder = waiting.pop()
@@ -265,7 +264,7 @@ def _run_folders(folder: Path, found: FoundRuns) -> Iterator[Path]:
         if is_run:
             yield folder
         else:
-            # A link may lead back to where it is.
+            # A link may lead back to its own folder.
             waiting += [folder / name for name in reversed(names) if not (folder / name).is_symlink()]
 
 
@@ -273,7 +272,7 @@ def summarize(folder: str | Path) -> RunSummary:
     """Summarizes one run. Damaged or unreadable files are reported in the summary, never raised."""
     folder = Path(folder)
     try:
-        # Checked first: if the run ends in between, its `exit.json` exists when that is read.
+        # Checked first: if the run ends in between, its `exit.json` already exists when read.
         running = is_running(folder)
         report, events, rows = read_exit(folder), read_events(folder), read_metrics(folder)
         return summary_of(folder, running, report, events, rows, read_toml(folder / "resolved.toml"))
@@ -321,7 +320,7 @@ def summary_of(
 
 
 def _silence(folder: Path) -> str:
-    """What the heartbeats of a running run say against its processes; empty where all beat, or have not begun to."""
+    """Overdue heartbeats of a running run's processes, as text; empty if all beat, or have not begun to beat."""
     beat, now = read_heartbeat(folder), time.time()
     found = [beat.silence(now)] if beat else []
     return "; ".join(filter(None, [*found, *(each.silence(now) for each in read_processes(folder))]))
@@ -351,7 +350,7 @@ def _after(steps: dict[int, int]) -> dict[int, int]:
 
 
 def _surviving(rows: Rows, begins: dict[int, int]) -> Rows:
-    """Rows that no later lineage repeated. A lineage begins where `begins` says, or at its first row."""
+    """Rows not repeated by a later lineage. A lineage begins at its step in `begins`, or at its first row."""
     first_steps: dict[int, int] = {}
     for row in rows:
         if "step" in row:

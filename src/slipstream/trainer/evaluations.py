@@ -1,10 +1,10 @@
-"""Which evaluations are due, those that go on beside training, and early stopping: `evaluation.stop_at` reached, or
+"""The schedule of evaluations, evaluations beside training, and early stopping: `evaluation.stop_at` reached, or
 `evaluation.patience` used up.
 
-Guarantees: early stopping depends on the evaluations alone, and its state is saved in every checkpoint, so that a
-resumed run stops where an uninterrupted one would. One evaluation goes on at a time: the next one waits for it, and so
-does the end of a run. One that an interruption left unfinished is made again by a run that resumes from its step, and
-told as missing by one that resumes from a later step, whose weights are others.
+Guarantees: early stopping depends on the evaluations alone, and every checkpoint saves its state, so a resumed run
+stops at the same step as an uninterrupted one. One evaluation goes on at a time: the next one waits for it, and so does
+the end of a run. A run resumed from the step of an unfinished evaluation makes it again. A run resumed from a later
+step has other weights, and reports the evaluation as missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EarlyStop:
         self.best: float | None = None
         """The highest accuracy so far."""
         self.best_step: int | None = None
-        """The first step that had it."""
+        """The first step with this accuracy."""
 
     @property
     def keeps_best(self) -> bool:
@@ -42,7 +42,7 @@ class EarlyStop:
     def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record the evaluation after `step`, if `metrics` have one; returns whether it is the best so far."""
         accuracy = metrics.get(ACCURACY)
-        if accuracy is None or self.reason:  # what has ended the run is not taken back
+        if accuracy is None or self.reason:  # the reason to end the run is final
             return False
         self._last = accuracy
         if self.best is None or accuracy > self.best:
@@ -68,13 +68,13 @@ class EarlyStop:
         return {"last": self._last, "best": self.best, "best_step": self.best_step, "num_worse": self._num_worse}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Go on from a result of `state`."""
         self._last, self.best, self.best_step = state["last"], state["best"], state["best_step"]
         self._num_worse = state["num_worse"]
 
 
 class Evaluates(Protocol):
-    """What evaluates versions: the loop's `Engine`."""
+    """Evaluates versions: the loop's `Engine`."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the version applied last, `step`, on held-out tasks; returns metrics."""
@@ -85,7 +85,7 @@ class Evaluates(Protocol):
         ...
 
     def take_evaluation(self, *, waits: bool) -> dict[str, float] | None:
-        """The metrics of the evaluation that was begun; None while it goes on, unless it `waits`."""
+        """The metrics of the begun evaluation; None while it goes on, unless this call `waits`."""
         ...
 
 
@@ -95,20 +95,19 @@ class Evaluations:
     def __init__(
         self, config: PlannedConfig, log: RunLog, progress: Progress, on_best: Callable[[int, float], None]
     ) -> None:
-        """`on_best` is told of the step, and its accuracy, whose evaluation beside training was the best so far, where
-        the best checkpoint is kept."""
+        """`on_best` gets step and accuracy of an evaluation beside training, if it is the best so far and the best
+        checkpoint is kept."""
         self._config, self._steps = config.evaluation, config.training.steps
         self._log, self._progress, self._on_best = log, progress, on_best
         self.early_stop = EarlyStop(config.evaluation)
         """Decides after each evaluation whether the run is done."""
         self.done_step = -1
-        """The step of the last evaluation that was made."""
+        """The step of the last finished evaluation."""
         self.running: int | None = None
-        """The step whose evaluation goes on beside training."""
+        """The step under evaluation beside training."""
 
     def is_due_at_start(self, step: int) -> bool:
-        """Whether to evaluate the start model, or on resume at `step`, the evaluation that an interruption left
-        out."""
+        """Whether to evaluate the start model or, on resume at `step`, to make up for an interrupted evaluation."""
         if step > 0:
             return self.done_step < step and self.is_due(step, is_last=step >= self._steps)
         return self._config is not None and self._config.at_start
@@ -119,7 +118,7 @@ class Evaluations:
         return self._config is not None and (is_last or (every > 0 and step % every == 0))
 
     def make(self, engine: Evaluates, step: int, *, is_last: bool) -> dict[str, float]:
-        """Evaluate version `step`; returns metrics, or none yet where the evaluation goes on beside training."""
+        """Evaluate version `step`; returns metrics, none yet if the evaluation goes on beside training."""
         if self.running is not None:
             self._progress.phase(f"wait for the evaluation of step {self.running}")
         with self._log.phase("evaluate"):
@@ -135,14 +134,14 @@ class Evaluations:
         return metrics
 
     def take(self, engine: Evaluates, step: int, *, waits: bool) -> None:
-        """Record the evaluation beside training if it has ended, or wait for it; `step`: that of the trainer."""
+        """Record the evaluation beside training if it has ended, or wait for it; `step`: the trainer's."""
         if self.running is None or (metrics := engine.take_evaluation(waits=waits)) is None:
             return
         of, self.running = self.running, None
         self._record(of, {**metrics, LATER: float(step - of)})
 
     def make_last(self, engine: Evaluates, step: int) -> None:
-        """Where a run ends early some steps after the evaluation that says so: evaluate its last version, too."""
+        """Evaluate the last version too, if the run ends early, some steps after the deciding evaluation."""
         if self._config is not None and self._config.beside and self.done_step < step:
             self._progress.phase("evaluate")
             self._record(step, engine.evaluate(step))
@@ -166,8 +165,8 @@ class Evaluations:
         }
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
-        """Go on at `step` from what `state` returned. An evaluation that was still running then may have been recorded
-        before the run ended; otherwise, if it was of an earlier step, it is missing."""
+        """Go on at `step` from a result of `state`. An evaluation still running then may have been recorded before the
+        run ended; otherwise, if it was of an earlier step, it is missing."""
         self.done_step = int(state["evaluated_step"])
         self.early_stop.load(state["early_stop"])
         running: int | None = state.get("evaluating_step")

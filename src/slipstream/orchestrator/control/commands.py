@@ -1,4 +1,4 @@
-"""What the trainer asks of the generating side, and what comes back: records, whether both share a process or not.
+"""Commands of the trainer to the generating side, and its answers: records, also if both share a process.
 
 A command is answered once, or fails. `executor.py` carries commands out; a `Caller` (`handle.py`) brings them there,
 within the process or over transports (`remote.py`).
@@ -28,7 +28,7 @@ class Start(Command, frozen=True):
 
 
 class OpenLedger(Command, frozen=True):
-    """Open the ledger of an attempt that goes on from step `first`."""
+    """Open the ledger of an attempt from step `first` on."""
 
     first: int
 
@@ -39,15 +39,15 @@ class MakeBatches(Command, frozen=True):
     first: int
     num_steps: int
     draws: dict[str, Any] = {}
-    """State of `Draws`: the draws of the task order that were used up before."""
+    """State of `Draws`: the draws of the task order used up before."""
     changes: list[tuple[int, list[float]]] = []
-    """Of a mixture's weights so far: (first step of the order of the tasks, weights)."""
+    """Changes of a mixture's weights so far: (first step of the order of the tasks, weights)."""
 
 
 class MakeBatch(Command, frozen=True):
     """Make one batch for `step`, of these tasks, or of the run's own if there are none; answered by `Made`. Its groups
-    are ready then, and `Settle` says how they end. It begins once version `oldest` is released, and after the batch
-    that was asked for before."""
+    are ready then, and `Settle` says how they end. It begins once version `oldest` is released, and after the batch of
+    the previous command."""
 
     step: int
     oldest: int
@@ -55,7 +55,7 @@ class MakeBatch(Command, frozen=True):
     group_size: int = 0
     """Rollouts of a task; 0: `algorithm.group_size`."""
     first: int = 0
-    """Groups of this step that were asked for before."""
+    """Number of groups of this step asked for before."""
 
 
 class Settle(Command, frozen=True):
@@ -77,14 +77,14 @@ class Fence(Command, frozen=True):
 
 
 class GoOn(Command, frozen=True):
-    """Compute with what was written since the fence, as `version`."""
+    """Compute with the weights written since the fence, as `version`."""
 
     version: Version
     timeout_s: float
 
 
 class Release(Command, frozen=True):
-    """Rollouts may be made with version `step`; `saved_step` is that of the newest whole checkpoint."""
+    """Rollouts may be made with version `step`; `saved_step` is the step of the newest whole checkpoint."""
 
     step: int
     saved_step: int = 0
@@ -93,8 +93,8 @@ class Release(Command, frozen=True):
 
 
 class Evaluate(Command, frozen=True):
-    """Evaluate version `step`, the one applied last; answered by `Evaluated`. `beside`: on one engine of several, which
-    takes no other version until then, while the others go on."""
+    """Evaluate version `step`, the one applied last; answered by `Evaluated`. `beside`: on one engine of several; it
+    takes no other version until then, and the others go on."""
 
     step: int
     beside: bool = False
@@ -111,7 +111,7 @@ class RollOut(Command, frozen=True):
 
 
 class AskHeld(Command, frozen=True):
-    """Which version the engine has verified; answered by `Held`."""
+    """Ask for the engine's verified version; answered by `Held`."""
 
 
 class AskJoined(Command, frozen=True):
@@ -119,7 +119,7 @@ class AskJoined(Command, frozen=True):
 
 
 class AskState(Command, frozen=True):
-    """Whether the engine runs; with `settles`, one that is dying gets a moment to end. Answered by `EngineState`."""
+    """Ask if the engine runs; with `settles`, a dying one gets a moment to end. Answered by `EngineState`."""
 
     settles: bool = False
 
@@ -129,7 +129,7 @@ class AskTeacher(Command, frozen=True):
 
 
 class Share(Command, frozen=True):
-    """Handles of the engine's live weights; answered by `Shared`, or `NotShared` by an engine that cannot."""
+    """Ask for handles of the engine's live weights; answered by `Shared`, or by `NotShared` with the problem."""
 
     parameters: tuple[ParameterSpec, ...]
     timeout_s: float
@@ -148,7 +148,7 @@ class Wake(Command, frozen=True):
 
 
 class Leave(Command, frozen=True):
-    """Have the engines leave the process group that brings them weights: the trainer is about to end it."""
+    """Have the engines leave the process group of the weight broadcast: the trainer is about to end it."""
 
     timeout_s: float
 
@@ -195,7 +195,7 @@ class Done(Answer, frozen=True):
 
 
 class Made(Answer, frozen=True):
-    """What was asked for by `MakeBatch`."""
+    """The batch for `MakeBatch`."""
 
     batch: Batch
 
@@ -207,7 +207,7 @@ class Applied(Answer, frozen=True):
     probe: list[Sequence]
     """Sequences sampled with it."""
     metrics: dict[str, float] = {}
-    """Of several engines since the last update."""
+    """Metrics of several engines since the last update."""
 
 
 class Evaluated(Answer, frozen=True):
@@ -217,13 +217,13 @@ class Evaluated(Answer, frozen=True):
 
 
 class RolledOut(Answer, frozen=True):
-    """In the order of the items, whatever their outcome."""
+    """One rollout for each item in order, with any outcome."""
 
     rollouts: list[Rollout]
 
 
 class Held(Answer, frozen=True):
-    """The version that the engine has verified; None when there is none."""
+    """The engine's verified version; None without one."""
 
     version: Version | None
 
@@ -241,7 +241,7 @@ class Shared(Answer, frozen=True):
 
 
 class NotShared(Answer, frozen=True):
-    """Why an engine that is alive cannot share its weights."""
+    """Why a living engine cannot share its weights."""
 
     problem: str
 
@@ -255,7 +255,7 @@ class EngineState(Answer, frozen=True):
 
 
 class TeacherDigest(Answer, frozen=True):
-    """Empty where there is none, or where a server is the teacher."""
+    """The digest of the teacher's weights; empty without a teacher, or if a server is the teacher."""
 
     digest: str
 
