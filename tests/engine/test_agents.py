@@ -218,6 +218,23 @@ def test_openai_chat_completions(episode, taught, sends_thinking, streams):
     ]
 
 
+def test_the_text_of_an_answer_ends_before_its_stop_token(taught, tmp_path):
+    """Parsers of calls read special tokens: with tools vLLM keeps them in a text, but for the stop token."""
+
+    async def agent(address):
+        async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key) as client:
+            ask = {"model": MODEL, "messages": [{"role": "user", "content": "go"}]}
+            kept, whole = {"skip_special_tokens": False}, {"include_stop_str_in_output": True}
+            bodies = ({}, {"tools": TOOLS}, kept, kept | whole)
+            answers = [await client.chat.completions.create(**ask, extra_body=body) for body in bodies]
+            return [answer.choices[0].message.content for answer in answers]
+
+    with start(taught, tmp_path, tool_parser="hermes", inference_socket=True) as live:
+        *found, whole = Episode(live, taught).play(agent)
+    assert [END in text for text in found] == [False] * 3
+    assert whole.endswith(END)
+
+
 def test_openai_responses(episode, taught):
     tools = [{"type": "function", **each} for each in (ADD, NOW)]
 

@@ -189,7 +189,7 @@ class Recording:
         limits = [ours.max_tokens, room, *([params.max_tokens] if params.max_tokens is not None else [])]
         stop = [*ours.stop, *(params.stop or ())]
         self._is_whole = params.output_kind.name == "FINAL_ONLY" and not stop and params.logprobs is None
-        self._skips_special = params.skip_special_tokens
+        self._skips_special, self._shows_stop = params.skip_special_tokens, params.include_stop_str_in_output
         whole: dict[str, Any] = {"detokenize": False, "flat_logprobs": True} if self._is_whole else {}
         if hasattr(params, "skip_clone"):  # these are nobody else's; a copy costs a tenth of a millisecond
             whole["skip_clone"] = True
@@ -222,7 +222,8 @@ class Recording:
             self._token_ids, self._logprobs = token_ids, logprobs
         self._finish = out.finish_reason or self._finish
         if self._is_whole and output.finished:
-            out.text, out.logprobs = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special), None
+            spoken = token_ids[:-1] if out.finish_reason == "stop" and not self._shows_stop else token_ids
+            out.text, out.logprobs = self._tokenizer.decode(spoken, skip_special_tokens=self._skips_special), None
         if output.finished and getattr(out, "routed_experts", None) is not None:
             self._experts = expert_choices(out.routed_experts, len(self._prompt_ids or ()) + len(self._token_ids))
 
