@@ -123,9 +123,9 @@ def test_groups_of_an_earlier_attempt_are_used_only_where_all_that_made_them_is_
         return replace(plan, config=plan.config.model_copy(update={"model": model}))
 
     usual = prepared()
-    shape = shape_of_groups(usual, 0)
-    assert shape_of_groups(prepared(), 3) == shape
-    assert shape_of_groups(prepared(training={"steps": 5, "learning_rate": 1e-4}), 0) == shape
+    shape = shape_of_groups(usual)
+    assert shape_of_groups(prepared()) == shape
+    assert shape_of_groups(prepared(training={"steps": 5, "learning_rate": 1e-4})) == shape
     others = [
         prepared(training={"prompts_per_batch": 4}),
         prepared(training={"staleness": 2}),
@@ -137,5 +137,5 @@ def test_groups_of_an_earlier_attempt_are_used_only_where_all_that_made_them_is_
         replace(usual, train_tasks=usual.train_tasks[:3]),
         replace(usual, plan=with_kernels(usual.plan)),
     ]
-    assert all(shape_of_groups(other, 0) != shape for other in others)
-    assert len({repr(shape_of_groups(other, 0)) for other in others}) == len(others)
+    assert all(shape_of_groups(other) != shape for other in others)
+    assert len({repr(shape_of_groups(other)) for other in others}) == len(others)

@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from slipstream.errors import ConfigError, DataError, StartsAgain
 from slipstream.launch.recovery import retry_policy
@@ -15,6 +16,7 @@ from slipstream.runlog.ledger import balance
 from .conftest import LETTERS
 
 HELPED = "from its_tasks import tasks\n\n\ndef reward(task, completion):\n    return float(completion == task.answer)\n"
+WEIGHTS = "model.safetensors"
 EVERY = ("--run.checkpoint_every", "1", "--evaluation", "false")
 SFT = ("--algorithm.kind", "sft", *EVERY)
 
@@ -92,6 +94,18 @@ def test_it_is_recorded_compared_and_allowed_by_name(scripted, run, environment,
     assert len(warned(scripted, "as run.allow_changes says")) == 1
     assert run(moved, steps=4).status == "finished", "the checkpoint is the new environment's"
     assert not warned(scripted, "run.allow_changes was")
+
+
+def test_another_base_or_other_tasks_by_settings_are_refused_before_the_run_is_touched(scripted, run, model, tmp_path):
+    other = shutil.copytree(model, tmp_path / "other")
+    save_file({n: 1.5 * each for n, each in load_file(other / WEIGHTS).items()}, other / WEIGHTS, {"format": "pt"})
+    lora = ("--lora.rank", "2")
+    run(None, *lora, steps=1, resume=False)
+    told = run.refused(None, *lora, "--model.path", str(other), steps=2)
+    assert "made with other weights at model.path than there are now" in told
+    told = run.refused(None, *lora, "--environment.settings", '{letters = "ab"}', steps=2)
+    assert "made with other training items than there are now" in told
+    assert run(None, *lora, steps=2).status == "finished"
 
 
 @pytest.mark.full

@@ -12,7 +12,8 @@ from slipstream.config import RunConfig
 from slipstream.errors import ZeroGradientError
 from slipstream.plan.decided import planned_config
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-from slipstream.trainer.checkpoints.resumed import Identity, Resumed, load_resumed
+from slipstream.trainer.checkpoints.manifest import Identity
+from slipstream.trainer.checkpoints.resumed import Resumed, load_resumed
 from slipstream.trainer.checkpoints.writer import create_writer
 from slipstream.trainer.learner import Scores
 from slipstream.trainer.loop import TrainingLoop

@@ -11,8 +11,7 @@ from tests.trainer.loops import Learner, planned
 from slipstream.errors import DataError, SlipstreamError, TrainingError
 from slipstream.launch.run import _resume
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore, DamagedCheckpoint, damage
-from slipstream.trainer.checkpoints.manifest import HASHED_BYTES, facts_of
-from slipstream.trainer.checkpoints.resumed import Identity
+from slipstream.trainer.checkpoints.manifest import HASHED_BYTES, Identity, facts_of
 from slipstream.trainer.checkpoints.state_files import read_state, write_state
 from slipstream.trainer.learner import restore_state
 

@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError, Interrupted, TrainingError
 from slipstream.trainer import loop as module
 from slipstream.trainer import steps
 from slipstream.trainer.batch_trainer import BatchResult, NoSignal
-from slipstream.trainer.checkpoints.resumed import Identity
+from slipstream.trainer.checkpoints.manifest import Identity
 
 
 @pytest.fixture(autouse=True)

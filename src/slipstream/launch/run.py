@@ -338,7 +338,7 @@ def _load(run: RunContext, children: Children, generation: Generation | None) ->
         import torch
 
         from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
-        from slipstream.trainer.checkpoints.resumed import Identity
+        from slipstream.trainer.checkpoints.manifest import Identity
         from slipstream.weights.usage import EndTokens
 
     torch.set_num_threads(rank_threads(config))

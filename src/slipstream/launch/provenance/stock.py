@@ -27,10 +27,12 @@ from slipstream.launch.provenance.record import (
     told,
     write_attempts,
 )
-from slipstream.launch.recovery.resume import changed_settings
+from slipstream.launch.recovery.resume import changed_settings, identity_of
 from slipstream.progress import Progress
 from slipstream.runlog import RunLog, read_events, versions
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.manifest import Identity
+from slipstream.trainer.model.loading import resolve_folder
 
 TRAINING_ITEMS = "training items"
 """As `recovery.resume.identity_of` calls their digest."""
@@ -68,8 +70,19 @@ def take_stock(prepared: Prepared, folder: Path, progress: Progress, *, resume: 
     found = Stock(sources_of(prepared, FileDigests(progress.message)), versions())
     if not resume:
         return found
-    earlier, checkpoint = read_attempts(folder), CheckpointStore(folder / "checkpoints").latest()
-    events = read_events(folder)
+    checkpoint = CheckpointStore(folder / "checkpoints").latest()
+    stock = _compared(found, prepared, folder, checkpoint)
+    if checkpoint is not None:
+        model = resolve_folder(prepared.config.model.path, prepared.config.model.revision)
+        digests = identity_of(prepared.config, prepared.train_tasks, prepared.conversations, model)
+        identity = Identity(prepared.num_items, digests, stock.may_differ)
+        identity.check(CheckpointStore.read_loop_state(checkpoint))
+    return stock
+
+
+def _compared(found: Stock, prepared: Prepared, folder: Path, checkpoint: Path | None) -> Stock:
+    """`found` with its changes since the checkpoint. Raises ConfigError for one that is not allowed."""
+    earlier, events = read_attempts(folder), read_events(folder)
     before = _made_by(earlier, events, checkpoint)
     if before is None:
         return Stock(found.sources, found.versions, earlier)

@@ -9,37 +9,10 @@ from typing import Any
 
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.draws import Draws
-from slipstream.errors import ConfigError
 from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
+from slipstream.trainer.checkpoints.manifest import Identity
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.learner import Learner
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Properties of a run that a resume must not change."""
-
-    num_items: int = 0
-    """Size of the training set: it determines the order of the data."""
-    digests: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Digests of tasks, data, code and model, by name."""
-    may_differ: frozenset[str] = frozenset()
-    """Names of digests that a resume was allowed to change."""
-
-    def check(self, extra: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` unless a checkpoint with these fields is of the same run."""
-        if int(extra["num_items"]) != self.num_items and "training items" not in self.may_differ:
-            raise ConfigError(
-                f"the checkpoint was made with {extra['num_items']} training items, now there are {self.num_items}: "
-                "resume with the same data, or start a new run from the checkpoint's weights"
-            )
-        before: dict[str, str] = extra["identity"]
-        for name in before.keys() & self.digests.keys():
-            if before[name] != self.digests[name] and name not in self.may_differ:
-                raise ConfigError(
-                    f"the checkpoint was made with other {name} than there are now: resume with the same ones, or "
-                    "start a new run from the checkpoint's weights"
-                )
 
 
 @dataclass(frozen=True)
