@@ -61,6 +61,10 @@ class Detection(SingleTurn):
             return f"one image in ten of {self._settings['path']}, by its content"
         return self._settings.get("eval_path", f"split {self._settings.get('eval_split')!r} of its folder")
 
+    def held_out(self) -> Sequence[Task]:
+        """See `Environment`."""
+        return self._eval
+
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """See `Environment.tasks`: the first rows of the split, fewer if there are no more."""
         found = self._train if split == "train" else self._eval

@@ -33,7 +33,6 @@ from slipstream.trainer import batch_trainer, steps
 from slipstream.trainer.metrics import refuse_difference
 from slipstream.trainer.model import policy
 from slipstream.view import make_view
-from slipstream.weights.model_files import read_model_folder, write_model_folder
 
 from ..metrics_page import undocumented
 
@@ -261,33 +260,6 @@ def test_an_environment_without_held_out_tasks(run_file):
         prepare(load_config(run_file, ("--environment.settings", "{held_out = false}")))
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (("--environment.num_train_tasks", "12"), "64 training items, now there are 12"),
-        (("--environment.settings", "{letters = 'ab'}"), "other training items than there are now: resume with the"),
-    ],
-)
-def test_a_resumed_run_refuses_other_data(scripted, other, words):
-    scripted.run(*WITHOUT_EVALUATION)
-    scripted.fail(("ConfigError", 2), words, *WITHOUT_EVALUATION, "--training.steps", "4", *other, resume=True)
-
-
-def test_a_resumed_run_refuses_a_changed_reference(scripted, model, tmp_path):
-    start = shutil.copytree(model, tmp_path / "start")
-    settings = (*WITHOUT_EVALUATION, "--model.path", str(start), "--algorithm.kl_coef", "0.1")
-    assert scripted.run(*settings).status == "finished"
-    weights = {name: tensor.clone() for name, tensor in read_model_folder(start)}
-    shutil.rmtree(start)
-    write_model_folder(start, weights.items(), model)
-    assert scripted.run(*settings, "--training.steps", "4", resume=True).status == "finished", "written again, the same"
-    weights["model.layers.0.mlp.up_proj.weight"] += 0.01
-    shutil.rmtree(start)
-    write_model_folder(start, weights.items(), model)
-    words = "other weights at model.path than there are now"
-    scripted.fail(("ConfigError", 2), words, *settings, "--training.steps", "5", resume=True)
-
-
 def test_a_training_question_that_is_held_out_is_left_out(run_file, tmp_path):
     rows = [{"prompt": "eval 0.", "completion": "a"}, {"prompt": "another", "completion": "a"}]
     for number, kept in ((2, 1), (1, 0)):
@@ -300,6 +272,22 @@ def test_a_training_question_that_is_held_out_is_left_out(run_file, tmp_path):
         else:
             with pytest.raises(DataError, match="every one of the 1 training questions is also a held-out one"):
                 prepare(load_config(run_file.with_name("sft.toml"), settings))
+
+
+@pytest.mark.parametrize("evaluation", [("--evaluation.num_tasks", "2"), ("--no-evaluation",)])
+def test_no_row_of_eval_path_is_trained_on(model, run_file, tmp_path, evaluation):
+    for name, numbers in (("train", range(9)), ("held", range(5, 12))):
+        lines = [json.dumps({"prompt": f"say {number}", "answer": "a"}) + "\n" for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    settings = f'{{path = "{tmp_path}/train.jsonl", eval_path = "{tmp_path}/held.jsonl"}}'
+    options = ("--environment.name", "rows", "--environment.settings", settings, *evaluation)
+    prepared = prepare(load_config(run_file, options))
+    assert (prepared.num_items, prepared.dropped) == (5, {"also_held_out": 4})
+    text = f'[model]\npath = "{model}"\n[environment]\nname = "mixture"\n'
+    text += f'[environment.mixture]\none = {{ name = "rows", settings = {settings} }}\n'
+    mixed = tmp_path / "mixed.toml"
+    mixed.write_text(f'{text}[algorithm]\nkind = "grpo"\n[training]\nsteps = 1\nprompts_per_batch = 4\n')
+    assert prepare(load_config(mixed, evaluation if "num" in evaluation[0] else ())).dropped == {"also_held_out": 4}
 
 
 @pytest.mark.parametrize("kind", ["run.toml", "sft.toml"])

@@ -1,6 +1,7 @@
 """Runs on a mixture of tasks, with a scripted engine."""
 
 import collections
+import contextlib
 import re
 import time
 import tomllib
@@ -294,5 +295,6 @@ def test_a_run_does_not_go_on_with_other_weights_or_another_reward(scripted, mix
 
 def raise_of(scripted, *options):
     """Resume, and raise what ended it."""
-    scripted.run(*options, resume=True)
+    with contextlib.suppress(AssertionError):  # a refused one leaves no report
+        scripted.run(*options, resume=True)
     raise scripted.error

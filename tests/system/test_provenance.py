@@ -97,15 +97,18 @@ def test_it_is_recorded_compared_and_allowed_by_name(scripted, run, environment,
 
 
 def test_another_base_or_other_tasks_by_settings_are_refused_before_the_run_is_touched(scripted, run, model, tmp_path):
-    other = shutil.copytree(model, tmp_path / "other")
-    save_file({n: 1.5 * each for n, each in load_file(other / WEIGHTS).items()}, other / WEIGHTS, {"format": "pt"})
-    lora = ("--lora.rank", "2")
+    base = shutil.copytree(model, tmp_path / "base")
+    lora, weights = ("--lora.rank", "2", "--model.path", str(base)), load_file(base / WEIGHTS)
     run(None, *lora, steps=1, resume=False)
-    told = run.refused(None, *lora, "--model.path", str(other), steps=2)
-    assert "made with other weights at model.path than there are now" in told
-    told = run.refused(None, *lora, "--environment.settings", '{letters = "ab"}', steps=2)
-    assert "made with other training items than there are now" in told
-    assert run(None, *lora, steps=2).status == "finished"
+    save_file(weights, base / WEIGHTS, {"written": "again"})
+    assert run(None, *lora, steps=2).status == "finished", "the same weights"
+    for other, said in (
+        (("--environment.settings", '{letters = "ab"}'), "other training items than there are now: resume with"),
+        (("--environment.num_train_tasks", "12"), "64 training items, now there are 12"),
+    ):
+        assert f"made with {said}" in run.refused(None, *lora, *other, steps=3)
+    save_file({name: 1.5 * each for name, each in weights.items()}, base / WEIGHTS, {"format": "pt"})
+    assert "made with other weights at model.path than there are now" in run.refused(None, *lora, steps=3)
 
 
 @pytest.mark.full

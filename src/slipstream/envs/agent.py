@@ -98,6 +98,10 @@ class Agent(Environment):
         """See `Environment`."""
         return self._inner.eval_source
 
+    def held_out(self) -> Sequence[Task]:
+        """See `Environment`."""
+        return self._inner.held_out()
+
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """See `Environment`."""
         return self._inner.tasks(split, num_tasks)

@@ -269,6 +269,10 @@ class Environment(ABC):
         """Source of the held-out tasks, shown in the plan; empty: nothing is shown."""
         return ""
 
+    def held_out(self) -> Sequence[Task]:
+        """All held-out tasks, if the environment can list them: a run trains on none of them."""
+        return ()
+
     @abstractmethod
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """The first `num_tasks` tasks of a split: the same for the same seed, fewer if there are no more. The first n

@@ -99,6 +99,10 @@ class RowEnvironment(_Graded):
         """See `Environment`."""
         return self._source
 
+    def held_out(self) -> Sequence[Task]:
+        """See `Environment`."""
+        return self._splits["eval"]
+
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """See `Environment`; all of the split are checked."""
         if split not in self._checked:

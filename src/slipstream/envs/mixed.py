@@ -102,6 +102,10 @@ class Mixture(Environment):
         """See `Environment`."""
         return "; ".join(f"{name}: {each.eval_source}" for name, each in self.parts.items() if each.eval_source)
 
+    def held_out(self) -> Sequence[Task]:
+        """See `Environment`."""
+        return [task for each in self.parts.values() for task in each.held_out()]
+
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """One of each part in turn, for training as long as it has further ones."""
         most = [self._num_train_tasks(name) if split == "train" else num_tasks for name in self.parts]

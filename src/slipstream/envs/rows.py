@@ -87,6 +87,10 @@ class Rows(SingleTurn):
         """All rows that are not held out."""
         return len(self._train)
 
+    def held_out(self) -> Sequence[Task]:
+        """See `Environment`."""
+        return self._eval
+
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
         """See `Environment.tasks`: the first rows of the split, fewer if there are no more."""
         found = self._train if split == "train" else self._eval

@@ -167,6 +167,8 @@ def _prepare(loaded: Loaded, *, weights: bool, gpus: Gpus | None) -> Prepared:
     dropped: dict[str, int] = {}
     examples_before = 2 * config.environment.num_examples if config.environment else 0
     held_out = {_question(task.prompt, examples_before) for task in eval_tasks}
+    if environment is not None:
+        held_out |= {_question(task.prompt) for task in environment.held_out()}
     train_tasks = _not_held_out(train_tasks, lambda task: _question(task.prompt, examples_before), held_out, dropped)
     facts_of_model = read_model(model.path, trust_remote_code=model.trust_remote_code)
     context, is_sft = facts_of_model.context_length, isinstance(config.algorithm, SFTConfig)

@@ -119,6 +119,10 @@ class Apart(KeptEnvironment):
         """See `Environment`."""
         return self._environment.eval_source
 
+    def held_out(self) -> Sequence[Task]:
+        """See `Environment`."""
+        return self._environment.held_out()
+
     def tasks(self, split: Split, num_tasks: int) -> Sequence[Task]:
         """See `Environment`."""
         return self._environment.tasks(split, num_tasks)
