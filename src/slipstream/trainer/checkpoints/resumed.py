@@ -1,4 +1,4 @@
-"""Where a run is when its training loop begins: at the start, or after the checkpoint of an earlier attempt."""
+"""State of a run at the beginning of its training loop: at the start, or after the checkpoint of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slipstream.trainer.learner import Learner
 
 @dataclass(frozen=True)
 class Identity:
-    """Properties of a run that a resume must not change."""
+    """Properties of a run; a resume must not change them."""
 
     num_items: int = 0
     """Size of the training set: it determines the order of the data."""
     digests: Mapping[str, str] = field(default_factory=dict[str, str])
     """Digests of tasks, data, code and model, by name."""
     may_differ: frozenset[str] = frozenset()
-    """Names of digests that a resume was allowed to change."""
+    """Names of digests with permission to change in a resume."""
 
     def check(self, extra: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless a checkpoint with these fields is of the same run."""
@@ -44,13 +44,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The loop's state at its first step; the defaults are those of a new run."""
+    """The loop's state at its first step; the defaults are a new run's."""
 
     checkpoint: Path | None = None
     step: int = 0
     """Number of batches trained on."""
     draws: Draws = field(default_factory=Draws)
-    """Draws of the task order that were trained on or dropped, where batches do not follow it."""
+    """Trained or dropped draws of the task order, if batches do not follow it."""
     trained_steps: int = 0
     steps_without_signal: int = 0
     evaluations: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -58,7 +58,7 @@ class Resumed:
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """See `Session.state`."""
     trained_s: float = 0.0
-    """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
+    """Seconds of `training.max_seconds` used by earlier attempts of the same command."""
 
 
 def load_resumed(
