@@ -1,6 +1,6 @@
 """The part of each batch from one of several orchestrators, and the batch of all parts. Pure.
 
-A group has the same place in the order of the tasks as with one orchestrator, and with it the same id and seeds: in the
+A group has the same place in the order of the tasks as with one orchestrator, and with it the same id and seeds. In the
 order of the data several make the same batches as one.
 """
 

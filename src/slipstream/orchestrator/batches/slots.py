@@ -5,8 +5,8 @@ when the trainer releases the version made from its batch, or when it is dropped
 trained at step v + S at the latest.
 
 Guarantees: a batch takes the groups finished first, with one exception: a group without room in later batches before it
-is too old goes first, and the batch waits for it. So no group is ever too old, in any order of finishing: of the groups
-to train by step k + j, at most (j + 1) * P exist when the batch of step k is cut. If all slots are always full, exactly
+is too old goes first, and the batch waits for it. So no group is ever too old, in any order of finishing. When the
+batch of step k is cut, at most (j + 1) * P groups to train by step k + j exist. If all slots are always full, exactly
 as many exist, and the batch is the groups begun under version k - S.
 
 With over-provision there are `further` slots, and a batch does not wait for as many groups. Its `surplus`, running or
