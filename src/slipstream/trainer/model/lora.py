@@ -271,8 +271,8 @@ def _parts(network: nn.Module, with_tower: bool) -> list[nn.Module]:
 
 
 def unreached_parameters(network: nn.Module, with_tower: bool = False) -> dict[str, int]:
-    """Number of elements, by name within a layer, of matrices outside of linear and embedding layers (fused experts,
-    their router): no `targets` can select them. Of the language model, and `with_tower` of a vision tower."""
+    """Number of elements, by name within a layer, of the language model's matrices, and `with_tower` of a vision
+    tower's, outside of linear and embedding layers (fused experts, their router): no `targets` can select them."""
     own: Any = (nn.Linear, nn.Embedding)
     found: dict[str, int] = {}
     for part in _parts(network, with_tower):
