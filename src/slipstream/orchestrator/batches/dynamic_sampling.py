@@ -29,8 +29,8 @@ class Refills:
     has_signal: SignalRule = group_has_signal
 
     def num_wanted(self, groups: Sequence[Sequence[Rollout]], size: int) -> int:
-        """Number of tasks to sample, for an expected number of groups with signal as large as a batch of `size` lacks;
-        0 when it has enough."""
+        """Number of tasks to sample, expected to give the groups with signal still missing in a batch of `size`; at most
+        `size`, and 0 when it has enough."""
         found = sum(map(self.has_signal, groups))
         return min(size, math.ceil((size - found) * len(groups) / found)) if 0 < found < size else size * (found == 0)
 
