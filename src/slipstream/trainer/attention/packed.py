@@ -6,7 +6,7 @@ thread count. Padding exists only inside this function (see `row_layout`), on th
 ignores it there without a mask. A mask is needed only by continuations, by segments longer than a sliding window,
 and by images with mutual attention of their tokens.
 
-The layout reaches the function as a keyword argument, passed through transformers models to their
+The layout reaches the function as a keyword argument, passed on by transformers models to their
 attention interface. A model that loses it on the way, or asks for something unknown to this function
 (soft-capping, sinks, biases), gets a ConfigError; nothing is silently left out.
 

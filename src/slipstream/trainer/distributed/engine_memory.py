@@ -2,7 +2,7 @@
 
 vLLM shards most parameters as FSDP2 can, in equal rows or equal columns: for these a rank's shard is its worker's
 tensor. If the two differ (norms, replicated by vLLM; key heads fewer than workers; vocabularies not evenly divisible)
-the rank has a shard of its own, and copies the values to its worker after every change. Guarantees: the worker's memory
+the rank has its own shard, and copies the values to its worker after every change. Guarantees: the worker's memory
 is written only after its comparison with the model's files. After `write` returns, all of the worker's weights are the
 new version's.
 """

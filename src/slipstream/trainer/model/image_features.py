@@ -3,7 +3,7 @@
 Guarantees: the tower reads an image once, however many rows and completions have it. Features are kept while they fit
 `MOST_BYTES`, the least recently used ones given up first. A trained tower's features are leaves of each row's graph;
 `backward` passes their summed gradient through the tower once, at the end of the step. So memory holds the tower's
-activations of a few images only. They are valid until the tower changes (`clear`).
+activations of a few images only. Features are valid until the tower changes (`clear`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from slipstream.trainer.model.vision_towers import text_parts
 
 def widen_residual(network: nn.Module) -> list[RemovableHandle]:
     """Compute the decoder's residual stream in float32, from the embeddings on; norms and rotary embeddings return the
-    weights' dtype as before. Returns the hooks for it; their removal undoes it. None of them for float32 weights."""
+    weights' dtype as before. Returns the hooks for it; their removal undoes it. Float32 weights have none."""
     embedding = cast("Any", network).get_input_embeddings()
     dtype = embedding.weight.dtype
     if dtype == torch.float32:
