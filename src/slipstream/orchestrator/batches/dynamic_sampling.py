@@ -29,7 +29,7 @@ class Refills:
     has_signal: SignalRule = group_has_signal
 
     def num_wanted(self, groups: Sequence[Sequence[Rollout]], size: int) -> int:
-        """Number of tasks to sample, expected to give the groups with signal still missing in a batch of `size`; at most
+        """Number of tasks to sample, expected to give the groups with signal missing in a batch of `size`; at most
         `size`, and 0 when it has enough."""
         found = sum(map(self.has_signal, groups))
         return min(size, math.ceil((size - found) * len(groups) / found)) if 0 < found < size else size * (found == 0)
