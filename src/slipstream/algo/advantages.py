@@ -1,6 +1,6 @@
 """From rewards to advantages: baselines and scales.
 
-Pure. The caller decides which rollouts form a group and which contribute to the loss. Computed in float64. `[S]`: one
+Pure. The caller decides the groups of rollouts and their contribution to the loss. Computed in float64. `[S]`: one
 element per rollout; group ids are integers, equal within a group, in any order.
 """
 
@@ -54,7 +54,7 @@ def leave_one_out(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
 
 
 def batch_mean(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
-    """Each reward less the mean of the batch, whatever its group (REINFORCE++, arXiv 2501.03262)."""
+    """Each reward less the mean of the batch, for any group (REINFORCE++, arXiv 2501.03262)."""
     return _centred(rewards_S, torch.zeros_like(group_ids_S))[0]
 
 
@@ -82,8 +82,8 @@ def group_advantages(
     """Advantages by `baseline`, divided by an unbiased standard deviation plus 1e-4 (TRL's convention).
 
     `"std"`: of the rewards of each group (GRPO). `"batch"`: of all rewards (arXiv 2508.08221). `"whiten"`: of the
-    advantages themselves, whose mean is taken off too (REINFORCE++, arXiv 2501.03262). `"none"`: not divided (Dr. GRPO,
-    arXiv 2503.20783). Rewards that are all equal, in the group or for `batch_mean` in the batch, give exactly 0 (but
+    advantages themselves, less their mean (REINFORCE++, arXiv 2501.03262). `"none"`: not divided (Dr. GRPO,
+    arXiv 2503.20783). Equal rewards, in the group or for `batch_mean` in the batch, give exactly 0 (but
     `"whiten"` may shift them). Returned as float32 `[S]`.
     """
     centred_S, groups_S, sizes_G = _centred(rewards_S, group_ids_S)
@@ -101,7 +101,7 @@ def group_advantages(
 
 
 def _std(centred_S: Tensor) -> Tensor:
-    """Unbiased, of values whose mean is 0."""
+    """Unbiased, of values with mean 0."""
     return (centred_S.square().sum() / max(1, len(centred_S) - 1)).sqrt()
 
 

@@ -1,7 +1,7 @@
 """A user's losses, advantages, credits and classes of hooks: `path/to/file.py:name`, or an entry point of another
 package.
 
-Guarantee: every error while they are loaded is a ConfigError that names the setting. Loading a file runs its code.
+Guarantee: every error in loading them is a ConfigError with the setting's name. Loading a file runs its code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Kind = Literal["advantage", "credit", "hooks", "loss"]
 
 @cache
 def user_function(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function, or with `hooks` the class, that a setting of [algorithm] names."""
+    """The function, or with `hooks` the class, named by a setting of [algorithm]."""
     setting, noun = f"algorithm.{kind}", "class" if kind == "hooks" else "function"
     path, colon, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if path.endswith(".py"):
@@ -62,7 +62,7 @@ def _from_entry_point(kind: Kind, name: str, setting: str) -> object:
         raise ConfigError(f"{setting} = {name!r} is neither built in nor an entry point of {GROUPS[kind]}: {remedy}")
     try:
         return points[name].load()
-    except (Exception, SystemExit) as error:  # the package's code, whatever it raises
+    except (Exception, SystemExit) as error:  # the package's code may raise anything
         raise ConfigError(f"{setting}: entry point {name!r} cannot be loaded: {one_line(error)}") from error
 
 

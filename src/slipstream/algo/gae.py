@@ -37,10 +37,10 @@ def whitened(values_N: Tensor) -> Tensor:
 
 
 def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Half the squared error of each token, `[N]`, and where clipping zeroed its gradient, bool `[N]`.
+    """Half the squared error of each token, `[N]`, and the mask of gradients zeroed by clipping, bool `[N]`.
 
     The larger of the errors of `V` and of `V` brought within `clip` of the old one (PPO2, in OpenAI's Baselines;
-    arXiv 2005.12729, section 3), so that a prediction gains nothing by going further; a `clip` of 0 leaves it alone.
+    arXiv 2005.12729, section 3): a prediction gains nothing by going further. A `clip` of 0 leaves it alone.
     """
     error_N = (values_N - returns_N).square()
     if clip == 0.0:

@@ -1,7 +1,7 @@
 """Importance sampling: off-policy corrections, and metrics of how far off-policy a batch is.
 
-Pure. Importance weights are ratios of the policy that the update starts from to the behaviour policy, which sampled;
-they have no gradient. Sums for metrics add up over micro-batches.
+Pure. Importance weights are ratios of two policies: the update's initial one over the behaviour policy, the sampler.
+They have no gradient. Sums for metrics add up over micro-batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BINS: dict[str, tuple[float, ...]] = {
     "position": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     "probability": (0.01, 0.1, 0.5, 0.9),
 }
-"""Lower bounds of the bins of `difference_sums`, but the first, which begins at 0."""
+"""Lower bounds of the bins of `difference_sums`, but of the first: it begins at 0."""
 _BOUNDS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 """Boundaries of the ranges of `ratio_shares`; as many below 1 as above."""
 Weighting = Literal["truncated", "sequence_truncated", "masked", "sequence_masked"]
@@ -37,7 +37,7 @@ def importance_weights(
     floor: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights `[N]`, detached, and where they were truncated or masked, bool `[N]`. They correct for
+    """Weights `[N]`, detached, and the mask of truncated or masked ones, bool `[N]`. They correct for
     differences between engine and trainer.
 
     `"truncated"`: `pi_old / pi_behaviour` of each token, clamped to `[floor, cap]` (Espeholt et al., arXiv 1802.01561;
@@ -77,10 +77,10 @@ def _edges(device: torch.device | str = "cpu") -> Tensor:
 
 
 def log_ratio_histogram(log_ratio_N: Tensor) -> Tensor:
-    """Number of tokens in each bin, float64: histograms of micro-batches add up to that of the step."""
+    """Number of tokens in each bin, float64: histograms of micro-batches add up to the step's."""
     edges = _edges(log_ratio_N.device)
     bins_N = torch.bucketize(log_ratio_N.detach().double(), edges)
-    # Not bincount, which synchronizes a GPU to find the largest bin; integers in float64 add exactly in any order.
+    # Not bincount: it synchronizes a GPU to find the largest bin. Integers in float64 add exactly in any order.
     counts = torch.zeros(len(edges) + 1, dtype=torch.float64, device=edges.device)
     return counts.index_add_(0, bins_N, torch.ones_like(log_ratio_N, dtype=torch.float64))
 
@@ -94,7 +94,7 @@ def ratio_quantiles(histogram: Tensor, quantiles: Sequence[float]) -> list[float
     found: list[float] = []
     for quantile in quantiles:
         place = int(torch.searchsorted(cumulated, quantile * cumulated[-1]).clamp(max=len(edges)))
-        # Bins below the middle one end nearer to 0, those above begin there.
+        # Bins below the middle one end nearer to 0, bins above begin there.
         nearer = 0.0 if place == _EDGES else edges[place] if place < _EDGES else edges[place - 1]
         found.append(math.exp(nearer))
     return found
@@ -111,9 +111,9 @@ def ratio_shares(histogram: Tensor) -> dict[str, float]:
 
 
 def difference_sums(difference_N: Tensor, position_N: Tensor, behaviour_logprobs_N: Tensor) -> dict[str, Tensor]:
-    """Where engine and trainer differ: float64 `[2, bins]`, sum of the absolute differences of the tokens of each bin,
-    and their number, by the token's position and by the probability that it was drawn with. Those of micro-batches add
-    up to that of the step."""
+    """Differences between engine and trainer, by the token's position and by its probability when drawn: float64
+    `[2, bins]`, the sum of absolute differences of each bin's tokens, and their number. Sums of micro-batches add up
+    to the step's."""
     size_N = difference_N.detach().abs().double()
     rows_2N = torch.stack([size_N, torch.ones_like(size_N)])
     found: dict[str, Tensor] = {}
@@ -125,8 +125,8 @@ def difference_sums(difference_N: Tensor, position_N: Tensor, behaviour_logprobs
 
 
 def difference_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Mean absolute difference of the tokens in each bin that has any, from `difference_sums`: `at_position_64` is that
-    from position 64 on up to the next bound, `at_probability_0.1` that of tokens drawn with at least this one."""
+    """Mean absolute difference of the tokens in each nonempty bin, from `difference_sums`: `at_position_64` is from
+    position 64 on up to the next bound, `at_probability_0.1` is of tokens drawn with at least this probability."""
     means: dict[str, float] = {}
     for name, bounds in _BINS.items():
         if (both := sums.get(f"difference_by_{name}")) is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under the distribution that the engine sampled from.
+"""Log-probabilities of tokens under the engine's sampling distribution.
 
 Guarantees: the same rules in the same order as vLLM's sampler (temperature; min-p; then top-k and top-p over
 logits sorted in ascending order), computed in float32 at least, differentiable, entropy included. Besides the
@@ -24,10 +24,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def kept_tokens(scaled_NV: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Which tokens can be sampled, bool `[N, V]`, from logits already divided by the temperature.
+    """Mask of the tokens open to sampling, bool `[N, V]`, from logits already divided by the temperature.
 
-    min-p keeps probabilities of at least `min_p` times the largest; top-k keeps everything that ties with the
-    k-th largest; top-p drops the smallest tokens while their cumulated probability is at most `1 - top_p`.
+    min-p keeps probabilities of at least `min_p` times the largest; top-k keeps all ties with the k-th
+    largest; top-p drops the smallest tokens while their cumulated probability is at most `1 - top_p`.
     """
     scaled_NV = scaled_NV.detach()
     kept_NV = torch.ones_like(scaled_NV, dtype=torch.bool)
@@ -40,7 +40,7 @@ def kept_tokens(scaled_NV: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: fl
         kth_N1 = scaled_NV.topk(top_k, -1).values[:, -1:]
         kept_NV = kept_NV & (scaled_NV >= kth_N1)
     if top_p < 1.0:
-        # Sorted before top-k is applied, as the engine does: among equal logits the order decides who stays.
+        # Sorted before top-k is applied, as the engine does: the order decides among equal logits.
         sorted_NV, order_NV = scaled_NV.sort(-1)
         if kth_N1 is not None:
             sorted_NV = sorted_NV.masked_fill(sorted_NV < kth_N1, -torch.inf)
@@ -73,16 +73,16 @@ def processed_logprobs(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`(logprobs_N, entropy_N)` under the sampling parameters, in nats, float32 whatever comes in; both differentiable.
+    """`(logprobs_N, entropy_N)` under the sampling parameters, in nats, float32 at least; both differentiable.
 
-    A token that rounding put just outside the kept set is added to it, so that every logprob is finite. Logits may be
-    -inf, but not that of the token itself, or its logprob is -inf.
+    The token itself counts as kept, even if rounding put it just outside the kept set: its logprob is finite. Logits
+    may be -inf; a token's own logit of -inf gives a logprob of -inf.
     """
     return _statistics_of(logits_NV, token_ids_N, (temperature, top_k, top_p, min_p))[:2]
 
 
 def _statistics_of(logits_NV: Logits, token_ids_N: Tensor, rules: _Rules) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probability, entropy and most likely token of each row; None for the last where no kernel has found it."""
+    """Log-probability, entropy and most likely token of each row; None for the last if no kernel has found it."""
     if isinstance(logits_NV, PartLogits):
         *own, greedy_M = _statistics_of(logits_NV.logits_MV, token_ids_N[logits_NV.index_M], rules)
         logprobs_N, entropy_N = map(logits_NV.join, own)
@@ -130,7 +130,7 @@ def _has_kernel(logits_NV: Tensor, rules: _Rules) -> bool:
 
 
 def _chunks(num_rows: int, num_tokens: int) -> Iterator[slice]:
-    """Slices of rows that are computed together."""
+    """Slices of rows to compute together."""
     size = max(1, _CHUNK_ELEMENTS // max(1, num_tokens))
     for start in range(0, num_rows, size):
         yield slice(start, start + size)
@@ -139,7 +139,7 @@ def _chunks(num_rows: int, num_tokens: int) -> Iterator[slice]:
 @dataclass(frozen=True)
 class HeadLogits:
     """Lazy logits: the LM head's inputs `[N, D]` and weight `[V, D]`. They are computed in chunks of rows, in float32
-    at least, where products of bfloat16 numbers are exact."""
+    at least: products of bfloat16 numbers are exact there."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -160,8 +160,8 @@ class HeadLogits:
         return _wide(hidden_ND) @ wide_weight_VD.t()
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of rows that are computed together; larger on a GPU, where each chunk also reads and writes the
-        weight's gradient."""
+        """Slices of rows to compute together; larger on a GPU: each chunk there also reads and writes the weight's
+        gradient."""
         num_tokens = len(self.weight_VD)
         return _chunks(len(self.hidden_ND), num_tokens // 8 if self.weight_VD.is_cuda else num_tokens)
 
@@ -202,7 +202,7 @@ def _statistics(logits_NV: Tensor, ids_N: Tensor, rules: _Rules) -> tuple[Tensor
     wide_NV = _wide(_restrict(logits_NV, ids_N, *rules))
     lse_N = wide_NV.logsumexp(-1)
     logprobs_N = wide_NV.gather(-1, ids_N[:, None])[:, 0] - lse_N
-    # entr(p) = -p ln p is 0 at p = 0, where p times a logit of -inf would not be a number.
+    # entr(p) = -p ln p is 0 at p = 0; p times a logit of -inf would not be a number.
     return logprobs_N, torch.special.entr((wide_NV - lse_N[:, None]).exp_()).sum(-1), lse_N
 
 
@@ -237,8 +237,8 @@ def _gradient(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Of plain logits saves only these and two vectors for the backward pass, where plain autograd would save the
-    log-softmax, the softmax and their product, each `[N, V]` in float32; the kept set is recomputed. Lazy logits, with
+    """For the backward pass of plain logits, saves only these and two vectors, and recomputes the kept set. Plain
+    autograd would save the log-softmax, the softmax and their product, each `[N, V]` in float32. Lazy logits, with
     a `weight_VD`, never exist in full: each chunk is computed in the forward and backward passes."""
 
     @staticmethod
@@ -269,7 +269,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _KernelLogprobs(torch.autograd.Function):
-    """The same for plain logits on a GPU, by a Triton kernel, which also finds the most likely tokens."""
+    """The same for plain logits on a GPU, by a Triton kernel; it also finds the most likely tokens."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -296,9 +296,9 @@ class _KernelLogprobs(torch.autograd.Function):
 
 
 class _RoundedHeadLogprobs(torch.autograd.Function):
-    """For lazy logits on a GPU. Log-probabilities are those of float32 logits, which exist in chunks of rows only.
-    Where there will be a backward pass the chunks are kept in 16 bits, as the logits are without a float32 head, with
-    the log-sum-exp of what is kept, so that probabilities add up to 1: nothing is computed twice."""
+    """For lazy logits on a GPU. Log-probabilities are of float32 logits; these exist in chunks of rows only. For a
+    backward pass the chunks are kept in 16 bits, like logits without a float32 head. Their log-sum-exp is of the kept
+    values: probabilities add up to 1. Nothing is computed twice."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -347,8 +347,8 @@ def _wide_dtype(inputs: Tensor) -> torch.dtype:
 
 
 def _chunked(inputs: Tensor, weight_VD: Tensor | None) -> tuple[Iterator[slice], Callable[[slice], Tensor]]:
-    """Slices of rows, and a function that gives their logits: without a name, a chunk's memory is free before the next
-    one is computed."""
+    """Slices of rows, and a function from a slice to its logits: without a name, a chunk's memory is free before the
+    next one is computed."""
     if weight_VD is None:
         return _chunks(*inputs.shape), inputs.__getitem__
     head = HeadLogits(inputs, weight_VD)
@@ -358,8 +358,7 @@ def _chunked(inputs: Tensor, weight_VD: Tensor | None) -> tuple[Iterator[slice],
 def _pulled_back(
     inputs: Tensor, weight_VD: Tensor | None, gradient: Callable[[Tensor, slice], Tensor], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of plain logits, or of a head's inputs and weight, where they are `needed`; `gradient`: of a chunk
-    of logits."""
+    """The `needed` gradients: of plain logits, or of a head's inputs and weight. `gradient`: of a chunk of logits."""
     grad_inputs = torch.empty_like(inputs) if needed[0] else None
     if weight_VD is None:
         assert grad_inputs is not None

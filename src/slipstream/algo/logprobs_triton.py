@@ -1,7 +1,7 @@
 """Triton kernels of log-probabilities, entropies and most likely tokens: the forward pass reads the logits once, the
 backward pass reads them once and writes the gradient once; float32 values exist in registers only.
 
-The same formulas as `logprobs.py` without top-k, top-p and min-p. Imported only where there is a CUDA device; Triton
+The same formulas as `logprobs.py` without top-k, top-p and min-p. Imported only if there is a CUDA device; Triton
 comes with torch there.
 """
 
@@ -111,7 +111,7 @@ def forward(
     logits_NV: Tensor, token_ids_N: Tensor, temperature: float, kept_NV: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(logprobs_N, entropy_N, lse_N)` of `softmax(logits / temperature)`, float32, and the most likely tokens `[N]`,
-    on ties the first. `kept_NV`, if given, gets the logits in its dtype, and `lse_N` is then that of what it got."""
+    on ties the first. `kept_NV`, if given, gets the logits in its dtype, and `lse_N` is then of these values."""
     logits_NV = _in_lines(logits_NV)
     # Not parts of one tensor: a kernel is compiled for each alignment of its arguments.
     make = partial(torch.empty, len(logits_NV), dtype=torch.float32, device=logits_NV.device)
@@ -128,7 +128,7 @@ def forward(
 
     run((logprobs_N, entropy_N, lse_N, greedy_N), logits_NV, keeps=False)
     if kept_NV is not None:
-        # In a pass of its own: a kernel that also stores adds up in another order, and log-probabilities are to have
+        # In a pass of its own: a kernel with a store adds up in another order, and log-probabilities are to have
         # the same bits with a backward pass and without.
         others = torch.empty_like(logprobs_N), torch.empty_like(entropy_N)
         run((*others, lse_N, torch.empty_like(greedy_N)), kept_NV, keeps=True)
@@ -144,7 +144,7 @@ def backward(
     grad_entropy_N: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient of the logits, in their dtype, from what `forward` gave and the gradients of its results."""
+    """The gradient of the logits, in their dtype, from the results of `forward` and their gradients."""
     logits_NV = _in_lines(logits_NV)
     result_NV = torch.empty(logits_NV.shape, dtype=logits_NV.dtype, device=logits_NV.device)
     of_logprobs_N = torch.zeros_like(lse_N) if grad_logprobs_N is None else grad_logprobs_N.contiguous()

@@ -1,4 +1,4 @@
-"""Groups of token sequences that begin alike, so that each group's common prefix can be computed once."""
+"""Groups of token sequences with a common beginning, to compute each group's common prefix once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Group:
-    """Sequences that have `length` tokens in common."""
+    """Sequences with `length` tokens in common."""
 
     length: int
     members: list[int]
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be computed again."""
+        """Repeated tokens, not computed again."""
         return (len(self.members) - 1) * self.length
 
 
 @dataclass
 class _Interval:
-    """Neighbours in sorted order that have `length` tokens in common: groups of them, and those in no group yet."""
+    """Neighbours in sorted order with `length` tokens in common: groups of them, and the ones in no group yet."""
 
     length: int
     groups: list[_Group] = field(default_factory=list[_Group])
@@ -33,7 +33,7 @@ class _Interval:
         self.single += part.single
 
     def merge(self) -> None:
-        """Make one group of the single ones and of all groups that save less by themselves than as a part of it."""
+        """Make one group of the single ones and of all groups with less saved by themselves than as a part of it."""
         merged, kept = _Group(self.length, self.single), list[_Group]()
         for group in self.groups:
             if len(group.members) * self.length > group.saved:
@@ -45,7 +45,7 @@ class _Interval:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens in which two sequences agree from the beginning."""
+    """Length of the common beginning of two sequences, in tokens."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -57,10 +57,10 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def prefix_groups(sequences: Sequence[list[int]]) -> list[list[int]]:
-    """Partition `sequences` so that the sum over groups of `(size - 1) * common prefix` is large; returns indices.
+    """Partition `sequences`, for a large sum over groups of `(size - 1) * common prefix`; returns indices.
 
     Goes bottom-up through the tree of common prefixes of the sorted sequences (Abouelhoda et al., J. Discrete
-    Algorithms 2, 2004), and at each node merges the groups below it where that saves more.
+    Algorithms 2, 2004), and at each node merges the groups below it if this saves more.
     """
     order = sorted(range(len(sequences)), key=lambda index: sequences[index])
     open_: list[_Interval] = []

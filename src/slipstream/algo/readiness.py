@@ -1,7 +1,7 @@
-"""Whether reinforcement learning can learn from a policy's rollouts: what groups of completions show, and the verdict.
+"""Whether reinforcement learning can learn from a policy's rollouts: statistics of groups, and a verdict.
 
-A group's completions teach only where their rewards differ. The limits are those by which a running training is judged
-(`trainer/signal_watch.py`), with one more for a model that is right nearly always.
+A group's completions teach only if their rewards differ. A running training is judged by the same limits
+(`trainer/signal_watch.py`); `EASY` is a further one, for a model with nearly all completions right.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from slipstream.records import TRAINABLE_OUTCOMES, Rollout
 Verdict = Literal["ready for RL", "ready, but slow", "more SFT first", "task too easy", "reward broken"]
 
 SignalRule = Callable[[Sequence[Rollout]], bool]
-"""Whether a group's rollouts differ in what training compares."""
+"""Whether a group's rollouts differ in the values compared by training."""
 READY_SIGNAL = 0.25
-"""Fraction of groups with reward variance from which a model is ready."""
+"""Least fraction of groups with reward variance in rollouts of a ready model."""
 LOW_SIGNAL = 0.1
 """Fraction of groups with any reward variance; below it there is hardly anything to learn from."""
 SOLVED = 0.8
-"""Fraction of right completions from which little reward variance means success."""
+"""From this fraction of right completions on, little reward variance means success."""
 EASY = 0.95
-"""Fraction of right completions from which a task is too easy to gain from."""
+"""From this fraction of right completions on, a task is too easy to gain from."""
 _MARGIN = 0.05
-"""How much more than gold answers completions may earn, as a fraction of that: style may count a little."""
+"""Completions may earn more than gold answers by this fraction of the gold reward: style may count a little."""
 _MAJORITY = 0.1
-"""Fraction of the tasks from which an answer is one that guessing pays for."""
+"""A gold answer of at least this fraction of the tasks makes guessing pay."""
 MORE_SFT = "more training.steps of SFT, easier tasks, or answers that show their working"
 CONTEXT_ADVICE = (
     "make shorter what the environment or its tools answer, raise inference.max_model_len, or lower sampling.max_tokens"
 )
 _MOSTLY_CUT = 0.5
 _FEW_TEXTS = 0.35
-"""Fraction of a group's completions that are different texts; below it a group without variance is a collapsed one."""
+"""Least fraction of different texts in a group's completions; below it a group without variance is a collapsed one."""
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What a policy's groups of completions show, over those that did not fail."""
+    """Statistics of a policy's groups of completions, without failed ones."""
 
     num_groups: int
     group_size: int
     num_failed: int
     pass_at_1: float
-    """Probability that a completion is right: its reward reaches the threshold."""
+    """Probability of a right completion: its reward reaches the threshold."""
     pass_at_1_interval: tuple[float, float]
     """Its 95 % interval over tasks (normal approximation)."""
     pass_at_k: float
@@ -63,24 +63,23 @@ class GroupStatistics:
     """In tokens."""
     truncated_fraction: float
     distinct_fraction: float
-    """Mean fraction of a group's completions that are different texts."""
+    """Mean fraction of different texts in a group's completions."""
     majority_answer: str = ""
-    """The gold answer that most tasks have; empty where no two tasks have the same, or none has one."""
+    """The most frequent gold answer; empty if no two tasks have the same, or none has one."""
     majority_fraction: float = 0.0
-    """The fraction of the tasks that it answers: what a policy reaches that does not read the question."""
+    """Fraction of the tasks with this gold answer: a policy reaches it without reading the question."""
     context_full_fraction: float = 0.0
-    """The part of `truncated_fraction` that a longer `sampling.max_tokens` does not help: the context was full."""
+    """The part of `truncated_fraction` with a full context: a longer `sampling.max_tokens` does not help there."""
 
     @property
     def is_guessing(self) -> bool:
-        """Whether it is right no more often than one that always gives the majority answer, which does not solve the
-        task."""
+        """Whether the policy is right no more often than a constant majority answer, itself no solution of the task."""
         return _MAJORITY <= self.majority_fraction < SOLVED and self.pass_at_1 <= self.majority_fraction
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict with its reason and what to do, one sentence."""
+    """A verdict with its reason and advice, one sentence."""
 
     verdict: Verdict
     text: str
@@ -92,21 +91,21 @@ class Judgement:
 
 
 def has_signal(rewards: Sequence[float], reward_threshold: float | None = None) -> bool:
-    """Whether the rewards of a group differ, those from `reward_threshold` on counted as 1 and others as 0 if it is
-    given."""
+    """Whether the rewards of a group differ. With `reward_threshold`, a reward counts as 1 from there on, and as 0
+    below."""
     return len({reward if reward_threshold is None else reward >= reward_threshold for reward in rewards}) > 1
 
 
 def turn_returns(reward: float, turn_rewards: Sequence[float]) -> list[float]:
-    """The return of each turn, undiscounted: all that was earned less what was earned in the turns before. `reward`:
-    the sum of all the episode's rewards."""
+    """The undiscounted return of each turn: `reward`, the sum of all the episode's rewards, less the rewards of earlier
+    turns."""
     before = accumulate(turn_rewards[:-1], initial=0.0) if turn_rewards else ()
     return [reward - earlier for earlier in before]
 
 
 def turns_have_signal(returns: Sequence[Sequence[float]]) -> bool:
-    """Whether the returns of any turn differ between those episodes of a group that have the turn. Sums of rewards
-    may agree where these differ, and differ only by a turn that one episode alone has."""
+    """Whether the returns of any turn differ among a group's episodes with this turn. Equal sums of rewards do not
+    exclude it. Different sums do not imply it: the difference may be a turn of one episode alone."""
     longest = max(map(len, returns), default=0)
     return any(has_signal([own[turn] for own in returns if turn < len(own)]) for turn in range(longest))
 
@@ -118,7 +117,7 @@ def group_has_signal(
     by_turns: bool = False,
     trains_truncated: bool = True,
 ) -> bool:
-    """Whether a group's rollouts differ in what training compares, before any penalty: their rewards, see `has_signal`,
+    """Whether a group's rollouts differ in the values compared by training, before any penalty: rewards (`has_signal`),
     or `by_turns` (`algorithm.credit = "turn"`) the returns of their turns. Without `trains_truncated`
     (`algorithm.arguments.train_on_truncated`) one of them must have ended by itself."""
     usable = [rollout for rollout in group if rollout.outcome in TRAINABLE_OUTCOMES]
@@ -187,8 +186,8 @@ def group_statistics(
 
 
 def judge(found: GroupStatistics, gold_reward: float | None = None) -> Judgement:
-    """The verdict on a policy that made these rollouts. `gold_reward`: the mean reward of the gold answers, if known:
-    a policy that earns more is rewarded for something else."""
+    """The verdict on a policy, from its rollouts. `gold_reward`: the mean reward of the gold answers, if known: a
+    policy with a higher one is rewarded for something else."""
     signal, solved = _percent(found.signal_fraction), _percent(found.pass_at_1)
     passes = f"pass@1 {solved}, pass@{found.group_size} {_percent(found.pass_at_k)}"
     with_signal = f"{signal} of the groups have better and worse completions"

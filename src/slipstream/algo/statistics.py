@@ -10,15 +10,15 @@ UPPER = 0.975
 
 
 def wilson_interval(num_right: int, num_total: int) -> tuple[float, float]:
-    """Wilson's score interval (95 %) of a fraction (J. Am. Stat. Assoc. 22, 1927), which holds for small samples and
-    for fractions near 0 or 1. Without samples (0.0, 1.0)."""
+    """Wilson's score interval (95 %) of a fraction (J. Am. Stat. Assoc. 22, 1927). It holds for small samples and for
+    fractions near 0 or 1. Without samples (0.0, 1.0)."""
     if not 0 <= num_right <= num_total:
         raise ValueError(f"num_right {num_right} is not between 0 and num_total {num_total}")
     return wilson_of(num_right / num_total, num_total) if num_total else (0.0, 1.0)
 
 
 def wilson_of(fraction: float, size: float) -> tuple[float, float]:
-    """`wilson_interval` of a fraction that was measured on `size` samples, which need not be a whole number."""
+    """`wilson_interval` of a fraction measured on `size` samples; `size` need not be a whole number."""
     z = NormalDist().inv_cdf(UPPER)
     scale = 1.0 + z * z / size
     centre = (fraction + z * z / (2 * size)) / scale
@@ -30,7 +30,7 @@ def wilson_of(fraction: float, size: float) -> tuple[float, float]:
 
 def t_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t with `freedom` degrees of freedom: exact for 1 and 2, else by the expansion about the
-    normal quantile (Abramowitz and Stegun 26.7.5), which at 0.975 is right to 0.2 % for 3 and to 1e-4 from 6 on."""
+    normal quantile (Abramowitz and Stegun 26.7.5). At 0.975 it is right to 0.2 % for 3 and to 1e-4 from 6 on."""
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))
     if freedom == 2:

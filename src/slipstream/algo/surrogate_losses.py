@@ -1,6 +1,6 @@
-"""Per-token terms of the policy-gradient losses, and the weights that make token terms a mean.
+"""Per-token terms of the policy-gradient losses, and the weights for a mean of token terms.
 
-Pure, and differentiable in `logprobs_N` only. The objective divides by the size of the optimizer step, so that no
+Pure, and differentiable in `logprobs_N` only. The objective divides by the size of the optimizer step: no
 function here depends on the split into micro-batches. A loss is a function of `LossInputs`; `LOSSES` maps the names of
 a run file to losses.
 """
@@ -58,7 +58,7 @@ class PolicyLoss(NamedTuple):
 
     loss_N: Tensor
     log_ratio_N: Tensor
-    """Detached log of the ratio that is clipped."""
+    """Detached log of the clipped ratio."""
     counts: Mapping[str, Tensor] = {}
     """Masks `[N]` by metric: `clip_fraction_low`, ..."""
 
@@ -89,7 +89,7 @@ def gspo_token_loss(inputs: LossInputs) -> PolicyLoss:
 
 
 def _clipped(log_ratio_N: Tensor, inputs: LossInputs) -> PolicyLoss:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and where clipping zeroed the gradient.
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, and the masks of gradients zeroed by clipping.
 
     PPO's surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO, arXiv 2503.14476, equation 8).
     """
@@ -150,7 +150,7 @@ def token_weights(
     normalize: Literal["token", "sequence", "constant"],
     rollout_tokens_S: Tensor | None = None,
 ) -> Tensor:
-    """The weight of each token, float32 `[N]`; the divisor is that of the optimizer step.
+    """The weight of each token, float32 `[N]`; the optimizer step gives the divisor.
 
     `"token"`: 1, and the divisor is the number of tokens. `"sequence"`: 1 / (tokens of the token's own rollout), and
     the divisor is the number of rollouts. `"constant"`: 1, and the divisor is the number of rollouts times a length

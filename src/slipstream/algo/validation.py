@@ -1,13 +1,13 @@
 """Figures of a validation with n samples a task: mean@n, std@n, best@k, worst@k, maj@k and pass@k, with intervals.
 
-Guarantees: mean@n, std@n, best@k, worst@k and maj@k are those of verl's `process_validation_metrics`. best@k is the
-largest value of k draws, with replacement, from a task's n samples, worst@k the smallest, and maj@k the value of the
-vote that most of the k draws gave (of equal ones the first drawn). verl averages 1,000 such draws of a fixed seed; here
-is the exact expectation, so the two differ by verl's noise alone. pass@k is another figure: the chance that a right one
-is among k *different* samples, without bias (Chen et al., arXiv 2107.03374). Draws with replacement may repeat a
-sample, so best@k is at most pass@k.
+Guarantees: mean@n, std@n, best@k, worst@k and maj@k are defined as in verl's `process_validation_metrics`. best@k is
+the largest value of k draws, with replacement, from a task's n samples, worst@k the smallest, and maj@k the value of
+the most frequent vote of the k draws (of equal ones the first drawn). verl averages 1,000 such draws of a fixed seed.
+Here is the exact expectation: the two differ by verl's noise alone. pass@k is another figure: the chance of a right one
+among k *different* samples, without bias (Chen et al., arXiv 2107.03374). Draws with replacement may repeat a sample,
+so best@k is at most pass@k.
 
-A figure of a group of tasks is the mean over its tasks, which are the unit of every interval: samples of one task are
+A figure of a group of tasks is the mean over its tasks. Tasks are the unit of every interval: samples of one task are
 not independent. All in float64.
 """
 
@@ -37,11 +37,11 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampled:
-    """One task's samples: a value of each, and what each votes for."""
+    """One task's samples: a value and a vote of each."""
 
     values: tuple[float, ...]
     votes: tuple[Hashable, ...] | None = None
-    """None: there is nothing to vote on. A vote may be None itself: a sample that gave no answer."""
+    """None: there is nothing to vote on. A vote may be None itself: a sample without an answer."""
 
 
 def subset_sizes(num_samples: int) -> list[int]:
@@ -54,7 +54,7 @@ def best_and_worst(values: Sequence[float], k: int) -> tuple[tuple[float, float]
     """(mean, standard deviation) of the largest and of the smallest of `k` draws with replacement."""
     ordered = np.sort(np.asarray(values, np.float64))
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** k
-    weights = np.diff(below)  # that the i-th smallest is the largest drawn
+    weights = np.diff(below)  # probability of the i-th smallest as the largest drawn
     return _moments(ordered, weights), _moments(ordered[::-1], weights)
 
 
@@ -72,7 +72,7 @@ def majority(values: Sequence[float], votes: Sequence[Hashable], k: int) -> tupl
 
 
 def pass_at(num_right: int, num_samples: int, k: int) -> float:
-    """The chance that one of `k` different samples out of `num_samples` is right."""
+    """The chance of a right one among `k` different samples out of `num_samples`."""
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -83,12 +83,12 @@ def _moments(values: Floats, weights: Floats) -> tuple[float, float]:
 
 @lru_cache(maxsize=8192)
 def _chance_to_win(sizes: tuple[int, ...], k: int) -> tuple[float, ...]:
-    """The chance of each vote to be the most frequent one of `k` draws, where `sizes` are the votes' samples.
+    """The chance of each vote to be the most frequent one of `k` draws; `sizes`: the votes' samples.
 
-    A vote wins with j draws if every other has at most j; with t others at j it wins one time in 1 + t, which is the
-    integral of u^t over [0, 1]. The numbers of draws are multinomial, so the chance is k! times a coefficient of the
-    product of the others' truncated exponential series, in which u marks a series' last term. The integrand is a
-    polynomial of degree k / j at most, for which Gauss-Legendre quadrature is exact. Up to k = 170: `k!` is a float64.
+    A vote wins with j draws if every other has at most j. With t others at j it wins one time in 1 + t: the integral of
+    u^t over [0, 1]. The numbers of draws are multinomial: the chance is k! times a coefficient of the product of the
+    others' truncated exponential series, with u at each series' last term. The integrand is a polynomial of degree
+    k / j at most: Gauss-Legendre quadrature is exact. Up to k = 170: `k!` is a float64.
     """
     num_samples = sum(sizes)
     distinct = sorted(set(sizes))
@@ -136,9 +136,9 @@ def _power(base: Floats, exponent: int, degree: int) -> Floats:
 def figures(tasks: Sequence[Sampled], *, is_fraction: bool) -> dict[str, Figure]:
     """The figures of a group of tasks by name (`mean@4`), each the mean over its tasks.
 
-    `is_fraction`: the values are 0 or 1, and there is pass@k; intervals are Wilson's, otherwise Student's. A task of
-    fewer samples than the most has the figures of those it has; one without any must be left out. maj@k is there where
-    every task has votes.
+    `is_fraction`: the values are 0 or 1; pass@k is added if every task has k samples, and intervals (but std@n's) are
+    Wilson's, otherwise Student's. A task with fewer samples than the most has figures of its own samples; one without
+    any must be left out. maj@k is added if every task has votes.
     """
     if not tasks:
         return {}
@@ -173,10 +173,10 @@ def _figure(values: Floats, independent: float, *, is_fraction: bool) -> Figure:
 
 
 def fraction_interval(values: Floats, independent: float = 1.0) -> tuple[float, float]:
-    """Interval of the mean of one number in [0, 1] for each task: Wilson's, for as many independent samples as have the
-    variance that is seen among the tasks. For one sample a task that is Wilson's own interval.
+    """Interval of the mean of one number in [0, 1] for each task: Wilson's, for the number of independent samples with
+    the tasks' observed variance. With one sample a task it is Wilson's own interval.
 
-    `independent`: most independent samples that a task can stand for; one is counted where no variance is seen.
+    `independent`: most independent samples in place of one task; without observed variance a task counts as one.
     """
     mean, variance, num_tasks = float(np.mean(values)), float(np.var(values)), len(values)
     worth = mean * (1.0 - mean) / variance if variance > 0.0 else 1.0

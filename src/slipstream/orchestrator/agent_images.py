@@ -22,12 +22,12 @@ Part = dict[str, Any]
 
 
 def with_scaled_images(body: bytes, images: ImageProcessor | None) -> bytes:
-    """A request's body with its images scaled; `images` is None where the run has none. Raises `DataError`."""
+    """A request's body with its images scaled; `images` is None if the run has none. Raises `DataError`."""
     if b"image" not in body:
         return body
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError):  # vLLM says what is wrong with it
+    except (ValueError, RecursionError):  # vLLM reports the error
         return body
     given = [fields.get(name) for name in ("messages", "input")] if isinstance(fields, dict) else []
     parts = [part for each in given for part in _images_in(each)]

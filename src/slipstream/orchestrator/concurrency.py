@@ -1,4 +1,4 @@
-"""Runs coroutines concurrently, and retries requests to an engine that died and restarted."""
+"""Runs coroutines concurrently, and retries requests to an engine after its death and restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.errors import DeadlineError, EngineError
 T = TypeVar("T")
 
 _PATIENCE_S = 15.0
-"""How long an engine that is alive may refuse requests: one that is dying takes a moment to end."""
+"""How long a living engine may refuse requests: a dying one takes a moment to end."""
 _PAUSE_S = 0.25
 
 
@@ -29,7 +29,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
-    """`asyncio.TaskGroup`, whose first failure is raised itself, not in an exception group."""
+    """`asyncio.TaskGroup`, but its first failure is raised itself, not in an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

@@ -13,7 +13,7 @@ START_GRACE_S = 60.0
 
 
 def silence_limit_s(config: PlannedConfig) -> float:
-    """Seconds without progress after which a batch or an evaluation fails. Progress is a turn, a retry or a finished
+    """Most seconds without progress before a batch or an evaluation fails. Progress is a turn, a retry or a finished
     rollout. The limit is the sum of a rollout's deadlines and the longest wait between two tries of a request."""
     section, inference = config.environment, config.inference
     own_s = section.run_timeout_s + section.reward_timeout_s if section is not None else 0.0
@@ -30,6 +30,6 @@ def retries_of(config: PlannedConfig, count: Callable[[dict[str, float]], None] 
 def waits_of(config: PlannedConfig) -> Waits:
     """Deadlines of the trainer's waits for the orchestrator."""
     start_s = config.inference.start_timeout_s
-    # With staleness, an engine that cannot keep its requests first ends the batch that it is making.
+    # With staleness, an engine unable to keep its requests first ends the batch in the making.
     apply_s = apply_timeout_s(config) + start_s + bool(config.training.staleness) * silence_limit_s(config)
     return Waits(start_s + START_GRACE_S, apply_s, silence_limit_s(config))

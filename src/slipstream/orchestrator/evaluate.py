@@ -31,13 +31,13 @@ class Evaluation:
 
     num_tasks: int
     num_right: int
-    """Samples that were right, over all tasks."""
+    """Right samples, over all tasks."""
     num_failed: int
     mean_reward: float
     mean_length: float
     truncated_fraction: float
     rollouts: list[Rollout] = field(default_factory=list, repr=False)
-    """Those of a task follow one another."""
+    """Rollouts of one task follow one another."""
     samples_per_task: int = 1
     further: dict[str, float] = field(default_factory=dict[str, float], repr=False)
     """Metrics of several samples a task, and by data source."""
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the accuracy: Wilson's, with several samples a task that of `algo.validation`."""
+        """95 % interval of the accuracy: Wilson's, with several samples a task by `algo.validation`."""
         if self.samples_per_task == 1:
             return wilson_interval(self.num_right, self.num_tasks)
         mean = f"eval/mean@{self.samples_per_task}"
@@ -87,9 +87,9 @@ async def evaluate(
     graded_text: GradedText = "all",
 ) -> Evaluation:
     """Generate `samples_per_task` rollouts for each task concurrently; one is right when its reward reaches
-    `threshold`. The first sample of a task is the same whatever their number. `engine`: if not the runner's.
+    `threshold`. The first sample of a task is the same for any number of them. `engine`: if not the runner's.
 
-    `warn` is called where the engine lost rollouts. Raises `EnvironmentFault` or `EngineError` when more than the
+    `warn` is called if the engine lost rollouts. Raises `EnvironmentFault` or `EngineError` when more than the
     fraction `max_failures` of the rollouts failed, and `IntegrityError` for a token of another version than `version`.
     """
 
@@ -116,7 +116,7 @@ async def evaluate(
     check_failures(rollouts, "the evaluation", max_failures)
     warn_of_losses(rollouts, "the evaluation", warn)
     warn_of_no_tokens(rollouts, "the evaluation", warn)
-    # Majorities of many samples take seconds, for which the event loop must not stand still.
+    # Majorities of many samples take seconds: the event loop must not stand still meanwhile.
     further = await asyncio.to_thread(further_metrics, tasks, rollouts, threshold, graded_text)
     return Evaluation(
         num_tasks=len(tasks),
@@ -132,7 +132,7 @@ async def evaluate(
 
 
 def refuse_other_versions(rollouts: Sequence[Rollout], version: Version, of: str = "the evaluation") -> None:
-    """Raise `IntegrityError` for a token that another version than `version` has sampled, or that has none."""
+    """Raise `IntegrityError` for a sampled token of another version than `version`, or of none."""
     for rollout in rollouts:
         for sequence in rollout.sequences:
             found = {span.version for span in sequence.versions}
@@ -149,9 +149,9 @@ def is_right(rollout: Rollout, threshold: float) -> bool:
 
 
 def vote_of(completion: str, answer: str, graded_text: GradedText = "all") -> str | None:
-    """What the graded part of a completion votes for in a majority: the text of its last `\\boxed{}`; where the task's
-    `answer` is a number, its last number; else all of its text. Thinking does not count, nor does white space; None
-    where the thinking never ends or there is no number."""
+    """The vote of the graded part of a completion in a majority: the text of its last `\\boxed{}`; if the task's
+    `answer` is a number, its last number; else all of its text. Thinking does not count, nor does white space. None if
+    the thinking never ends or there is no number."""
     part = graded_part(completion, graded_text)
     text = None if part is None else final_answer(part)
     if text is None:
@@ -183,7 +183,7 @@ class _Graded:
     source: str
     rights: Sampled
     rewards: Sampled | None
-    """Of the samples that could be graded; None where there is none."""
+    """Rewards of the graded samples; None if there is none."""
 
 
 def _graded(task: Task, rollouts: Sequence[Rollout], threshold: float, graded_text: GradedText) -> _Graded:
@@ -202,8 +202,8 @@ def _graded(task: Task, rollouts: Sequence[Rollout], threshold: float, graded_te
 def further_metrics(
     tasks: Sequence[Task], rollouts: Sequence[Rollout], threshold: float, graded_text: GradedText = "all"
 ) -> dict[str, float]:
-    """Metrics beyond accuracy and means: of several samples a task, and by data source where tasks have one. Of a
-    task's n rollouts, which follow one another, those that failed are wrong and have no reward."""
+    """Metrics beyond accuracy and means: of several samples a task, and by data source if tasks have one. A task's n
+    rollouts follow one another; failed ones are wrong and have no reward."""
     size = len(rollouts) // len(tasks)
     graded = [
         _graded(task, rollouts[index * size : (index + 1) * size], threshold, graded_text)
@@ -234,7 +234,7 @@ def _of_source(source: str, group: Sequence[_Graded], size: int) -> dict[str, fl
 
 
 def _figures_of(group: Sequence[_Graded], name: str) -> dict[str, float]:
-    """Those of right and wrong with their intervals, and those of the rewards."""
+    """Figures of right and wrong with their intervals, and of the rewards."""
     found: dict[str, float] = {}
     for kind, figure in figures([task.rights for task in group], is_fraction=True).items():
         found |= _with_interval(f"{name}/{kind}", figure)

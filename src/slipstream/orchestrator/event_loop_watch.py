@@ -1,4 +1,4 @@
-"""Finds synchronous calls that block an event loop, and says whose code makes them."""
+"""Finds synchronous calls blocking an event loop, and names their code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoopWatch:
         thread: threading.Thread,
         on_blocked: Callable[[Sequence[FrameSummary], float], None],
     ) -> None:
-        """`on_blocked` is called once for each line of code that blocks the loop for more than a second, with the
+        """`on_blocked` is called once for each line of code blocking the loop for more than a second, with the
         stack, outermost frame first, and the seconds so far; `thread` runs the loop."""
         self._loop = loop
         self._thread = thread
@@ -63,14 +63,14 @@ class LoopWatch:
                 self._on_blocked(stack, num_polls * _INTERVAL_S)
 
     def _stack(self) -> Sequence[FrameSummary]:
-        """The stack of the code that the loop runs; empty while it waits for events."""
+        """The stack of the loop's running code; empty while it waits for events."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         return [] if not stack or stack[-1].filename == threading.__file__ else stack
 
 
 def blame(stack: Sequence[FrameSummary], seconds: float, environment: Environment | None) -> tuple[str, str | None]:
-    """Describe the frame that blocks the loop; where it is the environment's code, also a warning that says so."""
+    """Describe the frame blocking the loop; for the environment's code, also a warning."""
     found = _blocking_frame(stack, inspect.getsourcefile(type(environment)) if environment is not None else None)
     frame = found or stack[-1]
     where = f"{frame.name}, line {frame.lineno} of {frame.filename}"
@@ -83,8 +83,8 @@ def blame(stack: Sequence[FrameSummary], seconds: float, environment: Environmen
 
 
 def _blocking_frame(stack: Sequence[FrameSummary], environment_file: str | None) -> FrameSummary | None:
-    """The innermost frame of `environment_file`, or of any file that is neither a library's nor ours; None where ours
-    is further in."""
+    """The innermost frame of `environment_file`, or of any file neither a library's nor ours; None if ours is further
+    in."""
     for frame in reversed(stack):
         if frame.filename == environment_file:
             return frame

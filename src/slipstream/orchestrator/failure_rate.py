@@ -1,5 +1,5 @@
 """Whether too many rollouts failed: the rate `environment.max_reward_failures`, judged over a batch and over recent
-batches together, and the warnings about rollouts that were lost."""
+batches together, and the warnings about lost rollouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slipstream.errors import EngineError, EnvironmentFault
 from slipstream.records import TRAINABLE_OUTCOMES, Rollout
 
 RECENT_BATCHES = 8
-"""Batches whose failures are judged together."""
+"""Batches to judge together."""
 _CHANCE = 1e-6
-"""Failures that a rate of `environment.max_reward_failures` makes less often than this end a run."""
+"""Failures less probable than this, at a rate of `environment.max_reward_failures`, end a run."""
 
 
 class FailureCounts(NamedTuple):
@@ -25,8 +25,8 @@ class FailureCounts(NamedTuple):
     num_groups: int
 
     def exceed(self, fraction: float) -> bool:
-        """Whether they are more than chance makes of a rate of `fraction`. Rollouts of a group fail together, as where
-        a row has no answer, so groups are drawn. A batch whose rollouts all failed has nothing to train on."""
+        """Whether they are more than chance makes of a rate of `fraction`. Rollouts of a group fail together, as
+        if a row has no answer: so groups are drawn. A batch of failed rollouts alone has nothing to train on."""
         if self.num_failed == self.num_rollouts and self.num_rollouts:
             return fraction < 1.0
         if self.num_failed <= fraction * self.num_rollouts or fraction in (0.0, 1.0):
@@ -48,7 +48,7 @@ def check_failures(
     rollouts: Sequence[Rollout], of: str, max_failures: float, recent: deque[FailureCounts] | None = None
 ) -> None:
     """Raise with the first failure's text when more rollouts failed than a rate of `max_failures` explains, of these
-    or of `recent` batches with them: `EngineError` where most of these failures are the engine's, else
+    or of `recent` batches with them: `EngineError` if most of these failures are the engine's, else
     `EnvironmentFault`. Episodes without a token are no failures: tasks may be too long for the context. These are
     added to `recent`."""
     failed = [each for each in rollouts if each.outcome not in TRAINABLE_OUTCOMES and each.outcome != "no_tokens"]
@@ -73,14 +73,14 @@ def check_failures(
 
 
 def warn_of_losses(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> None:
-    """Warn once where the engine lost rollouts: these are mostly the longest, so that training would miss them."""
+    """Warn once if the engine lost rollouts: these are mostly the longest, and training would miss them."""
     lost = [rollout for rollout in rollouts if rollout.outcome == "engine_error"]
     if lost:
         warn(f"{len(lost)} of {len(rollouts)} rollouts of {of} were lost in the engine; the first: {lost[0].error}")
 
 
 def warn_of_no_tokens(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> bool:
-    """Warn where episodes ended before the policy sampled a token; returns whether there are any."""
+    """Warn if episodes ended before the policy sampled a token; returns whether there are any."""
     empty = [rollout for rollout in rollouts if rollout.outcome == "no_tokens"]
     if empty:
         warn(

@@ -1,4 +1,4 @@
-"""Chooses which failed rollouts a run keeps for people to read: so many of each step and of each evaluation."""
+"""Chooses a run's failed rollouts to keep for people to read: so many of each step and of each evaluation."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Failures:
     def __init__(
         self, most: int, most_held_out: int, keep: Callable[[Rollout, int, bool], None], version: Callable[[], int]
     ) -> None:
-        """`keep` gets the rollout, its step and whether it is of an evaluation; `version` is the step of the version
-        that an evaluation is of."""
+        """`keep` gets the rollout, its step and whether it is of an evaluation; `version` is the step of an
+        evaluation's version."""
         self._most = {False: most, True: most_held_out}
         self._keep = keep
         self._version = version
         self._kept: Counter[tuple[int, bool, Kind]] = Counter()
 
     def ended(self, rollout: Rollout) -> None:
-        """Looks at a rollout that has ended."""
+        """Looks at an ended rollout."""
         kind = failure_of(rollout)
         if kind is None:
             return

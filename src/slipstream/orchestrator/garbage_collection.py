@@ -1,8 +1,8 @@
-"""Python's garbage collector in a process that makes rollouts.
+"""Python's garbage collector in a process with rollouts.
 
-By default it looks for garbage whenever 700 objects more live than before, which is 15 rollouts that wait, and at all
-objects, imported modules included, whenever there are a quarter more. Rollouts wait for seconds and leave few cycles,
-so that it found next to nothing, in half of the processor time of a rollout whose engine costs none.
+By default it looks for garbage whenever 700 objects more live than before: 15 waiting rollouts. It looks at all
+objects, imported modules included, whenever there are a quarter more. Rollouts wait for seconds and leave few cycles:
+it found next to nothing, in half of a rollout's processor time (with an engine at no cost).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _THRESHOLDS = (10_000, 20, 10)
 
 
 def freeze() -> None:
-    """Collect garbage, then exclude all existing objects from later collections: for a process that does nothing else
-    and has imported what it needs."""
+    """Collect garbage, then exclude all existing objects from later collections: for a process with all its imports
+    done and no other work."""
     gc.collect()
     gc.freeze()
 

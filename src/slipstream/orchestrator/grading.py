@@ -1,4 +1,4 @@
-"""Grades the episodes of a group together, where the environment scores groups (`Environment.scores_groups`)."""
+"""Grades the episodes of a group together, if the environment scores groups (`Environment.scores_groups`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GroupGrades:
         self._call: asyncio.Task[None] | None = None
 
     async def score(self, number: int, task: Task, episode: Episode) -> Score:
-        """The score of rollout `number`. Raises what grading the group raised."""
+        """The score of rollout `number`. Raises the error of grading the group."""
         self._episodes[number] = episode
         self.arrived(task)
         return (await asyncio.shield(self._scores))[number]
@@ -41,7 +41,7 @@ class GroupGrades:
         except asyncio.CancelledError:
             self._scores.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 (each rollout that waits raises it)
+        except Exception as error:  # noqa: BLE001 (each waiting rollout raises it)
             self._scores.set_exception(error)
             self._scores.exception()  # all of them may have been cancelled
         else:

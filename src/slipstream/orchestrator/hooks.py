@@ -1,4 +1,4 @@
-"""Methods that `Orchestrator` and `RolloutReader` call around updates, evaluations and batches."""
+"""Methods called by `Orchestrator` and `RolloutReader` around updates, evaluations and batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.records import ApplyReport
 
 
 class TrainerHooks:
-    """Methods that do nothing unless a subclass overrides them; called by the trainer's thread."""
+    """Methods without effect unless a subclass overrides them; called by the trainer's thread."""
 
     def waiting_for_engine(self) -> AbstractContextManager[None]:
         """Entered while the first update waits for the engine to start."""
@@ -21,11 +21,11 @@ class TrainerHooks:
         """A version is about to be published."""
 
     def repeats_update(self, error: SlipstreamError) -> bool:
-        """Whether an update that failed with `error` is published a second time."""
+        """Whether to publish an update a second time after it failed with `error`."""
         return False
 
     def wants_weights(self) -> bool:
-        """Whether servers wait for weights, which they have lost."""
+        """Whether servers have lost their weights and wait for them."""
         return False
 
     def version_applied(self, report: ApplyReport, metrics: Mapping[str, float]) -> None:

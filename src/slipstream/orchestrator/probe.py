@@ -1,7 +1,7 @@
 """The engine's half of the probe: every engine samples completions of a few fixed prompts, exactly as for rollouts.
 
 The trainer computes log-probabilities of the same tokens with the same version of the weights. Any difference is
-numerics, or an engine that computes with other weights than it reports; the policy is the same on both sides.
+numerics, or an engine with other weights than it reports; the policy is the same on both sides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ProbePrompt(NamedTuple):
     token_ids: list[int]
     media: tuple[Media, ...] = ()
     asked: tuple[list[int], tuple[bytes, ...]] | None = None
-    """What the engine is asked: tokens with one placeholder for each image, and the images; None: the tokens."""
+    """The engine's request: tokens with one placeholder for each image, and the images; None: the tokens."""
 
 
 class Probe:
@@ -78,7 +78,7 @@ class Probe:
         return sequences
 
     def _requests(self) -> list[GenerateRequest]:
-        """Requests with new ids: those of an earlier attempt may still be running."""
+        """Requests with new ids: an earlier attempt's may still be running."""
         self._round += 1
         return [
             GenerateRequest(

@@ -1,9 +1,9 @@
-"""Further tries of a rollout's request that the engine gave up: which, when, and how many.
+"""Further tries of a rollout's request after the engine gave it up: the causes, times and number.
 
-A request that the engine did not begin or whose answer it withheld (`refused`), that passed its deadline (`late`), or
-that vLLM dropped (`aborted`) is made again, with the same seed, after a wait that doubles. One that the engine refuses
-for good (`invalid`) is not, and neither is one that ended with its engine: `retry_on_restart` sees to that, within one
-try. Guarantees: no try begins after the budget or after `most` further tries; waits depend on the request alone.
+A request is made again, with the same seed, after a wait (doubled each time), for three causes. The engine did not
+begin it or withheld its answer (`refused`), it passed its deadline (`late`), or vLLM dropped it (`aborted`). A request
+refused for good (`invalid`) is not made again. Nor is one after its engine's end: `retry_on_restart` repeats it, within
+one try. Guarantees: no try begins after the budget or after `most` further tries; waits depend on the request alone.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Upper bounds of the wait before the first further try, doubled for each one after it, and of all waits. A wait is
 between half of its bound and all of it."""
 BUDGET = 2.0
-"""Of the time that one request may take: a try begins within so many of them, counted from the first one's begin, so
-that a request that is late each time has two tries and not six."""
+"""Multiple of the time limit of one request: a try begins within it, counted from the first one's begin. So a request
+late each time has two tries and not six."""
 _clock = time.monotonic
 _RETRIED = frozenset({"aborted", "refused", "late"})
 
 
 def wait_s(name: str, number: int) -> float:
-    """Seconds before further try `number`, from 1, of the request `name`: always the same, and spread over requests, so
-    that those that failed together do not come back together."""
+    """Seconds before further try `number`, from 1, of the request `name`: always the same, and spread over requests.
+    So requests failed together do not come back together."""
     bound = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(number - 1, 60))
     return bound * (0.5 + 0.5 * zlib.crc32(f"{name} {number}".encode()) / 2**32)
 
@@ -42,11 +42,11 @@ class Retries:
     budget_s: float = 0.0
     """No try begins later than so many seconds after the first."""
     count: Callable[[dict[str, float]], None] = lambda values: None
-    """Adds up metrics: each further try by its reason, and each request that has used its tries, or the time."""
+    """Adds up metrics: each further try by its reason, and each request at the end of its tries, or the time."""
 
     async def until_answered(self, name: str, attempt: Callable[[], Awaitable[Completion]]) -> tuple[Completion, int]:
-        """Await `attempt` until it gives an answer, or one that is final; returns that, and the number of tries. `name`
-        is the request's, the same in each run. What `attempt` raises is raised."""
+        """Await `attempt` until it gives an answer, or a final failure; returns this, and the number of tries. `name`
+        is the request's, the same in each run. Exceptions of `attempt` are raised."""
         began, tries = _clock(), 0
         while True:
             completion = await attempt()

@@ -1,7 +1,7 @@
 """Makes one rollout: runs an environment against the engine and grades the episode.
 
-A rollout ends with an outcome, not with an exception, unless the engine cannot come back. A turn whose engine died is
-requested again, and so is one that the engine gave up (`retries.py`); the environment does not notice.
+A rollout ends with an outcome, not with an exception, unless the engine cannot come back. A turn is requested again if
+its engine died or gave it up (`retries.py`); the environment does not notice.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RequestAborted(Exception):
 
 
 class PromptMismatch(Exception):
-    """The engine used other tokens for a prompt with images than it was asked for; the text says which."""
+    """For a prompt with images, the engine used other tokens than requested; the text names the first difference."""
 
 
 class EnvironmentTimeout(Exception):
@@ -102,11 +102,11 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome | None], ...] = (
     (asyncio.CancelledError, "environment_error"),  # unless the rollout's own task is cancelled: then it is raised
     (BaseException, "environment_error"),  # the environment is the user's code and may raise anything
 )
-"""What a rollout counts as that ended with an exception: the first class that matches decides, None raises it."""
+"""Outcome of a rollout by its exception: the first matching class decides; None raises the exception."""
 
 
 class PromptTokenizer(Tokenizer, Protocol):
-    """A tokenizer that also knows what the engine is asked for a prompt with images."""
+    """A tokenizer with the engine's form of a prompt with images."""
 
     def request(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
         """The prompt's tokens with one placeholder for each image, and the images."""
@@ -136,7 +136,7 @@ class RolloutRunner:
         """`run_timeout_s`: how long the environment may take between two turns. `context_length`, in tokens: of the
         engine. `retries`: none by default. `warn` is told once when an episode cannot be closed, and once when a
         message of the environment holds one of `control_texts`. `on_ended` is told of each rollout. `idle` counts the
-        engine's requests. `gateway`: for an environment that needs an address."""
+        engine's requests. `gateway`: if the environment needs an address."""
         self._environment = environment
         self._shares_tasks = placement(environment)[0] > 0
         self._scorer = scorer
@@ -155,18 +155,18 @@ class RolloutRunner:
         self.idle = idle or IdleTime()
         self.serial = itertools.count()
         self.num_ended = 0
-        """Tries of turns, and rollouts, that have ended; any thread may read it to see whether rollouts get on."""
+        """Ended rollouts and tries of turns; any thread may read it as a sign of progress."""
 
     def group_size(self, task: Task, size: int) -> int:
         """Completions of a task, in a run with groups of `size`."""
         return min(size, self._environment.limits(task).group_size or size)
 
     def group(self, task: Task, size: int) -> GroupGrades | None:
-        """Grades a group of rollouts together; None where each is graded by itself."""
+        """Grades a group of rollouts together; None if each is graded by itself."""
         return GroupGrades(self._scorer, size) if self._environment.grades_groups(task) else None
 
     def prompts(self) -> Prompts:
-        """Renders the prompts of a group's rollouts, which begin with the same one."""
+        """Renders the prompts of a group's rollouts; all begin with the same prompt."""
         return Prompts(self.tokenizer)
 
     async def run(
@@ -182,9 +182,9 @@ class RolloutRunner:
         prompts: Prompts | None = None,
         engine: Generates | None = None,
     ) -> Rollout:
-        """Make one rollout. `place`: the rollout's, in a group that is graded together; None grades it alone.
-        `prompts`: those of its group, if it has one. `engine`: if not the runner's. Raises `EngineError` or
-        `IntegrityError` only when the engine cannot come back."""
+        """Make one rollout. `place`: the rollout's, in a group graded together; None grades it alone. `prompts`: its
+        group's, if it has one. `engine`: if not the runner's. Raises `EngineError` or `IntegrityError` only when the
+        engine cannot come back."""
         started, deadline = time.monotonic(), EnvironmentDeadline(self._run_timeout_s, self._may_go_on)
         if (most := self._environment.limits(task).max_tokens) is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=min(most, sampling.max_tokens))
@@ -210,7 +210,7 @@ class RolloutRunner:
             episode = await self._play(task, policy, turns, rollout)
             if policy.num_turns:
                 await self._grade(task, episode, place or self._scorer, rollout)
-            else:  # whatever its reward, no token earned it
+            else:  # no token earned its reward
                 rollout.outcome, episode = "no_tokens", None
                 rollout.error = f"the episode ended ({rollout.stop}) before the policy's first turn"
         except BaseException as error:  # noqa: BLE001 (see `_OUTCOMES`)
@@ -232,17 +232,17 @@ class RolloutRunner:
         return rollout
 
     def _may_go_on(self) -> bool:
-        """False while another episode holds up the environment: no episode is late by that time."""
+        """False while another episode holds up the environment: this time makes no episode late."""
         return not self._environment.is_held_up
 
     async def _play(self, task: Task, policy: RecordingPolicy, turns: _Turns, rollout: Rollout) -> Episode:
-        """Run the episode; what came of it is written into `rollout`."""
+        """Run the episode, and write its results into `rollout`."""
         of_run = task
         try:
             if self._shares_tasks:
-                of_run = copy.deepcopy(task)  # what `run` keeps in it is this episode's, as in another process
+                of_run = copy.deepcopy(task)  # `run` keeps state in it for this episode only, as in another process
             if self._environment.bounds_itself:
-                await self._environment.setup()  # a new process, where the last one ended
+                await self._environment.setup()  # a new process, if the last one ended
             async with turns.deadline:
                 policy.state = await self._environment.setup_episode(of_run)
                 episode = plain_numbers(await self._run(of_run, policy, turns, rollout))
@@ -283,7 +283,7 @@ class RolloutRunner:
                 policy.address = session.address
                 try:
                     episode = await self._environment.run(task, policy)
-                except Exception as error:  # noqa: BLE001 (raised below, once what it did is recorded)
+                except Exception as error:  # noqa: BLE001 (raised below, after its turns are recorded)
                     failure = error
         except EngineError as error:
             turns.engine_error = turns.engine_error or error
@@ -315,8 +315,8 @@ class RolloutRunner:
             )
 
     def _warn_of_control_tokens(self, messages: Sequence[Message]) -> None:
-        """A template renders the text of a special token to that token, also in what a tool found on a web page. The
-        image marks of a message with images are its own."""
+        """A template renders a special token's text as the token itself, even in a tool's copy of a web page. The image
+        marks of a message with images are its own."""
         given = [each for each in messages if each.role != "assistant" and not each.media]
         found = ((each.role, text) for each in given for text in self._control_texts if text in each.content)
         if (first := next(found, None)) is not None:
@@ -334,7 +334,7 @@ class RolloutRunner:
         return {"tool_calls": float(policy.num_tool_calls), "tool_failures": float(policy.num_tool_failures)}
 
     def _keep_unfinished(self, task: Task, policy: RecordingPolicy, rollout: Rollout) -> None:
-        """What there is of an episode that failed, for people to read."""
+        """Write the beginning of a failed episode into `rollout`, for people to read."""
         rollout.turns = following(task.prompt, policy.conversation)
         rollout.completion = rollout.completion or policy.last_text
         rollout.num_turns, rollout.turn_spans = max(1, policy.num_turns), policy.spans
@@ -364,7 +364,7 @@ class RolloutRunner:
         rollout.turn_rewards = list(score.turn_rewards)
 
     def _outcome_of(self, error: BaseException) -> tuple[Outcome, str]:
-        """Outcome and error text of a rollout that ended with `error`, see `_OUTCOMES`; raises what is no outcome."""
+        """Outcome and error text of a rollout ended by `error`, see `_OUTCOMES`; raises an error without an outcome."""
         outcome: Outcome | None = next(outcome for kind, outcome in _OUTCOMES if isinstance(error, kind))
         if outcome is None or (isinstance(error, asyncio.CancelledError) and is_cancelled()):
             raise error
@@ -405,7 +405,7 @@ class _Turns:
     is_urgent: bool
     deadline: EnvironmentDeadline
     engine_error: Exception | None = None
-    """The first one after which no rollout can be made."""
+    """The first fatal one: no rollout can be made after it."""
     num_asked: int = 0
     filled_context: bool = False
     """Whether a turn was cut before its token limit, as the context was full."""
@@ -438,7 +438,7 @@ class _Turns:
         return completion
 
     def _most(self, max_tokens: int | None) -> int:
-        """The token limit of a turn for which `max_tokens` was asked."""
+        """Token limit of a turn, given its requested `max_tokens`."""
         most = self.sampling.max_tokens
         return most if max_tokens is None else max(1, min(max_tokens, most))
 
@@ -495,7 +495,7 @@ class _Turns:
 def _record(
     session: AgentSession, policy: RecordingPolicy, sampling: SamplingParams
 ) -> tuple[tuple[Message, ...], ...]:
-    """Has the policy take what an agent's session recorded; returns its conversations, the last one last."""
+    """Record the turns of an agent's session in the policy; returns its conversations, the last one last."""
     histories: list[list[Message]] = []
     conversations: dict[int, tuple[Message, ...]] = {}
     for number, turn in enumerate(session.turns):
@@ -534,7 +534,7 @@ def _agent_metrics(session: AgentSession, policy: RecordingPolicy) -> dict[str, 
 
 
 def mismatch_of(completion: Completion, prompt_ids: Sequence[int]) -> str:
-    """How the tokens that the engine used for a prompt with images differ from `prompt_ids`."""
+    """Describe how the engine's tokens for a prompt with images differ from `prompt_ids`."""
     used = completion.prompt_ids or []
     pairs = zip(used, prompt_ids, strict=False)
     place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(used), len(prompt_ids)))
@@ -550,8 +550,8 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return a sampling seed in [0, 2^31) that depends on all parts and on their order: on which rollout it is and not
-    on when it is made, so that a run is repeatable."""
+    """Return a sampling seed in [0, 2^31). It depends on all parts and on their order: on the rollout, and not on its
+    time. So a run is repeatable."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 

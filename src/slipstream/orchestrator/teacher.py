@@ -1,5 +1,5 @@
-"""The teacher of on-policy distillation: a frozen model's log-probabilities of the tokens that the policy sampled, and
-its own likeliest tokens in their places.
+"""The teacher of on-policy distillation: a frozen model's log-probabilities of the policy's sampled tokens, and its own
+likeliest tokens in their places.
 
 Guarantees: after `score`, a trainable rollout has a finite teacher log-probability for each sampled token. A dead
 teacher is restarted, as often as allowed, or its error ends the run. Every wait has a deadline.
@@ -19,7 +19,7 @@ from slipstream.orchestrator.concurrency import retry_on_restart
 from slipstream.records import GenerateRequest, Likeliest, Rollout, SamplingParams, Stream
 
 _PATIENCE_S = 120.0
-"""How long requests to a server that is busy or restarting are repeated."""
+"""How long requests to a busy or restarting server are repeated."""
 _FIRST_PATIENCE_S = 10.0
 """The same when a run connects for the first time."""
 _MAX_CONCURRENT = 64
@@ -34,7 +34,7 @@ class Scored(NamedTuple):
     """A teacher's judgement of tokens."""
 
     logprobs: list[float]
-    """Of each token; 0.0 for the first."""
+    """One for each token; 0.0 for the first."""
     likeliest: Likeliest | None = None
     """Under `teacher.top_k`, in the place of each token."""
 
@@ -43,14 +43,14 @@ class Source(Protocol):
     """Computes a teacher's log-probabilities."""
 
     async def scores(self, token_ids: list[int]) -> Scored:
-        """Score the tokens. Raises `Refused` for those that cannot be scored, and `EngineError` when the teacher cannot
+        """Score the tokens. Raises `Refused` if they cannot be scored, and `EngineError` when the teacher cannot
         be reached."""
         ...
 
 
 async def score(source: Source, rollout: Rollout) -> None:
     """Give every sequence the stream `teacher_logprobs`, and `teacher_top_ids` and `teacher_top_logprobs` if there are
-    any. A rollout that the teacher refuses gets the outcome `engine_error`, and is not trained on."""
+    any. A rollout refused by the teacher gets the outcome `engine_error`, and is not trained on."""
     try:
         for sequence in rollout.sequences:
             end = max((index + 1 for index, trained in enumerate(sequence.mask) if trained), default=0)
@@ -71,7 +71,7 @@ class EngineSource:
     def __init__(self, engine: Generates, *, temperature: float, timeout_s: float, top_k: int = 0) -> None:
         self._engine = engine
         self._top_k = top_k
-        # vLLM samples at least one token, which is discarded.
+        # vLLM samples at least one token; it is discarded.
         self._sampling = SamplingParams(max_tokens=1, temperature=temperature)
         self._timeout_s = timeout_s
         self._serial = itertools.count()
@@ -102,7 +102,7 @@ class EngineSource:
 
 
 class ServerSource:
-    """An OpenAI-compatible vLLM server outside this run; its log-probabilities are those of temperature 1. Belongs to
+    """An OpenAI-compatible vLLM server outside this run; its log-probabilities are of temperature 1. Belongs to
     one event loop."""
 
     def __init__(self, url: str, name: str, key: str, *, timeout_s: float, top_k: int = 0) -> None:
@@ -115,8 +115,8 @@ class ServerSource:
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def connect(self, text: str, token_ids: list[int]) -> None:
-        """Find the model, and check that its tokenizer encodes `text` as `token_ids`, as the policy's does. Raises
-        ConfigError with what is wrong."""
+        """Find the model, and check its tokenizer: it must encode `text` as `token_ids`, like the policy's. Raises
+        ConfigError with the problem."""
         try:
             await self._connect(text, token_ids)
             self._patience_s = _PATIENCE_S

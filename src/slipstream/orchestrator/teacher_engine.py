@@ -1,4 +1,4 @@
-"""The teacher of a distillation run: its engine or server, and warnings where policy and teacher are the same.
+"""The teacher of a distillation run: its engine or server, and warnings if policy and teacher are the same.
 
 Guarantees: an engine of this run serves exactly the weights of `teacher.path`, verified by fingerprints of its files
 whenever it starts; it is never updated.
@@ -30,7 +30,7 @@ class RunTeacher:
     def __init__(
         self, config: PlannedConfig, engine: RunEngine | None, digest: str, tokenizer: ChatTokenizer, log: EventLog
     ) -> None:
-        """`engine`: for `teacher.path`, with the `digest` of the weights that it serves; None for a server."""
+        """`engine`: for `teacher.path`, with the `digest` of its weights; None for a server."""
         assert config.teacher is not None
         self._config, self._teacher, self._tokenizer, self._log = config, config.teacher, tokenizer, log
         self.digest = digest
@@ -87,7 +87,7 @@ class RunTeacher:
 
 def refuse_itself(config: PlannedConfig, teacher_digest: str, weights: Callable[[], NamedWeights]) -> None:
     """Raise ConfigError when the policy's initial `weights` equal the teacher's, and there is no reward to learn
-    from. `teacher_digest`: empty where a server is the teacher."""
+    from. `teacher_digest`: empty if a server is the teacher."""
     from slipstream.weights.fingerprint import describe, digest
 
     algorithm = config.algorithm
@@ -102,7 +102,7 @@ def refuse_itself(config: PlannedConfig, teacher_digest: str, weights: Callable[
 
 
 def agreement_warning(log: RunLog) -> Callable[[int, Mapping[str, float | None]], None]:
-    """Return a listener to metrics rows that warns once, when teacher and policy differ no more than engine and trainer
+    """Return a listener to metrics rows. It warns once, when teacher and policy differ no more than engine and trainer
     do on the same policy."""
     warned = False
 

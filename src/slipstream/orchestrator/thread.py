@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, and waits for what it does.
+"""An event loop in a thread of its own, and waits for its work.
 
-Guarantees: a failure there ends the wait at once with the failure itself; every wait has a deadline and checks
-`should_stop` at least twice a second; `stop` cancels all work whatever state it is in.
+Guarantees: a failure there ends the wait at once with the failure itself. Every wait has a deadline and checks
+`should_stop` at least twice a second. `stop` cancels all work in any state.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 30.0) -> bool:
-        """Cancel all work, run `last` and end the thread; returns whether that succeeded within the deadline."""
+        """Cancel all work, run `last` and end the thread; returns whether this succeeded within the deadline."""
 
         async def cancel_all() -> None:
             others = passing_tasks()
@@ -105,7 +105,7 @@ class EventLoopThread:
             self._watch.end()
         has_ended = False
         try:
-            # Work that suppresses its cancellation or blocks the loop must not hide the error that ended the run.
+            # Work with a suppressed cancellation, or in the loop's way, must not hide the error at the run's end.
             with contextlib.suppress(FutureTimeout):
                 self.submit(cancel_all()).result(timeout_s)
                 has_ended = True

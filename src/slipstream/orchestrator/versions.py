@@ -30,8 +30,8 @@ class Versions:
         self.current: Version | None = None
 
     async def fence(self) -> None:
-        """Pause the engine until the next `apply`, where the bridge asks for it: the optimizer is about to write
-        weights that the engine computes with."""
+        """Pause the engine until the next `apply`, if the bridge asks for it: the optimizer is about to write the
+        engine's weights."""
         if self._fence is None or self._fenced is not None:
             return
         async with contextlib.AsyncExitStack() as stack:
@@ -54,7 +54,7 @@ class Versions:
         self._lock = contextlib.nullcontext()
 
     def generating(self) -> AbstractAsyncContextManager[None]:
-        """The context in which a batch is generated."""
+        """The context for generating a batch."""
         return self._lock
 
     async def release(self, step: int) -> None:

@@ -1,8 +1,8 @@
 """Credit assignment: from a batch's rewards to one advantage per rollout, or with a critic per token, and the
-rollouts that contribute to the loss.
+rollouts with a contribution to the loss.
 
-Guarantees: rollouts' rewards are not modified; rollouts that may not be trained on enter no baseline. A critic's
-advantages are the stream `advantages` of sequences, which takes precedence over the rollout's; `old_values` and
+Guarantees: rollouts' rewards are not modified; untrainable rollouts enter no baseline. A critic's
+advantages are the stream `advantages` of sequences: it takes precedence over the rollout's. `old_values` and
 `returns` are streams, too."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Credit:
     """Whether any advantage is nonzero because of the rewards; a KL term alone does not count."""
 
     def of(self, place: int) -> dict[str, Any]:
-        """What samples record of rollout number `place`; without an advantage if its tokens have their own."""
+        """Fields for the samples' record of rollout number `place`; no advantage if its tokens have their own."""
         advantage, carries = self.advantages[place], {"carries_loss": self.carries_loss[place]}
         return carries if advantage is None else {"advantage": advantage, **carries}
 

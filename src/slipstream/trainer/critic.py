@@ -1,7 +1,7 @@
-"""The critic of PPO: the start model with a value head, which predicts the return before each token.
+"""The critic of PPO: the start model with a value head, to predict the return before each token.
 
-Guarantees: it uses the same micro-batches as the policy, with packed rows and shared prompts, so that the split of a
-step changes rounding only; it never shares weights with the policy; training continues bit for bit after `save` and
+Guarantees: it uses the same micro-batches as the policy, with packed rows and shared prompts: the split of a step
+changes rounding only. It never shares weights with the policy. Training continues bit for bit after `save` and
 `load`. `credit_assignment.py` turns its values into advantages.
 """
 

@@ -1,7 +1,7 @@
-"""Python's garbage collector in a process that trains.
+"""Python's garbage collector in a training process.
 
 After the first step more than half a million objects live until the end: imported modules, layers, compiled graphs. A
-full collection traverses them in 0.4 s, again and again, and all ranks wait for the one that collects.
+full collection traverses them in 0.4 s, again and again, and all ranks wait for the collecting one.
 """
 
 from __future__ import annotations

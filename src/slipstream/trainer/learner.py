@@ -2,7 +2,7 @@
 
 `forward`, `forward_backward`, `optim_prepare`, `optim_commit`, `named_weights`, `save`, `load`. Guarantees: live
 weights change only in `optim_commit` (and `load`); a batch without a trainable token is refused; training continues bit
-for bit after `save` and `load`. The loop decides when to call them, and with which learning rate."""
+for bit after `save` and `load`. The loop decides when to call them, and the learning rate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slipstream.weights.model_files import write_model_folder
 from slipstream.weights.shards import held
 
 UNPROCESSED = records.SamplingParams(max_tokens=1)
-"""Temperature 1 and no filter: log-probabilities are those of the logits as they are."""
+"""Temperature 1 and no filter: log-probabilities of the logits as they are."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Scores:
 
 @contextmanager
 def deterministic_on_cpu(device: torch.device) -> Generator[None]:
-    """Make the sums of a backward pass on a CPU deterministic. Completions that share a prompt contribute to the
+    """Make the sums of a backward pass on a CPU deterministic. Completions with a shared prompt contribute to the
     gradient of its last token, and torch's threads otherwise add these up in any order. No effect on other devices."""
     if device.type != "cpu":
         yield
@@ -92,7 +92,7 @@ def row_predictions(
     model: PolicyModel, rows: Iterable[MicroBatch | None], sampling: records.SamplingParams | None
 ) -> dict[int, tuple[Tensor, ...]]:
     """Per sequence index of the step batch, float32 on the CPU, `[N]` each: with `sampling` log-probabilities and
-    entropies of the trainable tokens, without it a critic's values. For a row that is None the model computes a dummy
+    entropies of the trainable tokens, without it a critic's values. For a None row the model computes a dummy
     micro-batch."""
     found: dict[int, tuple[Tensor, ...]] = defaultdict(lambda: (torch.zeros(0),) * (1 if sampling is None else 2))
     computed: list[tuple[MicroBatch, tuple[Tensor, ...]]] = []
@@ -125,7 +125,7 @@ class Sums:
     longest_row: int = 0
 
     def add(self, other: Sums) -> None:
-        """Add those of further rows."""
+        """Add the sums of further rows."""
         for name, value in other.values.items():
             self.values[name] = self.values[name] + value if name in self.values else value
         self.num_micro_batches += other.num_micro_batches
@@ -141,14 +141,14 @@ def add_gradients(
     loss_scale: float = 1.0,
 ) -> Sums:
     """Run forward and backward on each row and accumulate the gradients, of the loss times `loss_scale`; returns the
-    sums of the objective's terms. For a row that is None the rank computes a dummy micro-batch with gradient zero, so
-    that its collectives match."""
+    sums of the objective's terms. For a None row the rank computes a dummy micro-batch with gradient zero: its
+    collectives match."""
     totals = Sums()
     for micro in rows:
         # Around both passes: compiled layers require the same setting in the two.
         with deterministic_on_cpu(model.device):
             if micro is None:
-                # Referenced until its backward pass, which looks up its layout.
+                # Referenced until its backward pass: this looks up its layout.
                 blank = dummy_micro_batch(model.device, model.context)
                 (objective.idle(model, blank, divisors).float().sum() * 0.0).backward()
                 continue
@@ -167,7 +167,7 @@ def add_gradients(
 
 
 class Scorer(Protocol):
-    """A model that computes log-probabilities: a learner, or a frozen reference."""
+    """A source of log-probabilities: a learner, or a frozen reference."""
 
     def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = ...) -> Scores:
         """Compute log-probabilities and entropies of the trainable tokens."""
@@ -179,7 +179,7 @@ class Reference:
     """A frozen model."""
 
     predict: Callable[[Sequence[records.Sequence], records.SamplingParams, int], list[list[Tensor]]]
-    """See `predicted`; by a model that may be sharded."""
+    """See `predicted`; by a possibly sharded model."""
     micro_batch_tokens: int
 
     def forward(self, sequences: Sequence[records.Sequence], sampling: records.SamplingParams = UNPROCESSED) -> Scores:
@@ -189,8 +189,8 @@ class Reference:
 
 def memory_metrics(device: torch.device, planned_bytes: int | None, longest_row: int) -> dict[str, float]:
     """Peak GPU memory of this process in GiB, allocated and reserved, with the planned peak; how often torch's
-    allocator has freed its whole cache because of fragmentation, which delays the step; the tokens of the longest row.
-    Empty on a CPU, where the interpreter and its libraries take most of a process's memory."""
+    allocator has freed its whole cache because of fragmentation (this delays the step); the tokens of the longest row.
+    Empty on a CPU: the interpreter and its libraries take most of a process's memory there."""
     if device.type != "cuda":
         return {}
     peaks = {"peak": torch.cuda.max_memory_allocated(device), "held": torch.cuda.max_memory_reserved(device)}
@@ -274,8 +274,8 @@ class Learner:
         return add_gradients(self.model, rows, objective, divisors, self.optimizer.loss_scale.value)
 
     def optim_prepare(self, learning_rate: float) -> OptimStats:
-        """Clip the accumulated gradient and compute the update; see Optimizer.prepare. Where it overflowed in float16,
-        the backward pass is repeated at a lower loss scale until it does not."""
+        """Clip the accumulated gradient and compute the update; see Optimizer.prepare. After an overflow in float16,
+        the backward pass is repeated at a lower loss scale, until there is none."""
         num_overflows, made = 0, self._made
         while (stats := self._prepare(learning_rate)).overflowed:
             num_overflows += 1
@@ -318,7 +318,7 @@ class Learner:
         return describe(weights)
 
     def deployable(self) -> NamedWeights:
-        """The live tensors that `write_weights` writes."""
+        """The live tensors to be written by `write_weights`."""
         return self.named_weights() if self.model.form.adapter is None else self.adapter_weights()
 
     def state(self) -> dict[str, Tensor]:
@@ -332,7 +332,7 @@ class Learner:
         write_state(folder, self.state(), self.step)
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote, live weights included."""
+        """Load the files of `save`, live weights included."""
         restore_state(self.optimizer, read_state(folder), self.model.device)
         self._weights_changed()
 
@@ -353,7 +353,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def restore_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Load saved state, full tensors or this rank's shards, into `optimizer` and the random generators. Raises
-    TrainingError for what is no such state."""
+    TrainingError if it is no such state."""
     if "rng.cpu" not in tensors:
         raise TrainingError("the saved state has no rng.cpu: resume from another checkpoint")
     optimizer.load_state({n.removeprefix(STATE_PREFIX): t for n, t in tensors.items() if n.startswith(STATE_PREFIX)})

@@ -35,7 +35,7 @@ from slipstream.trainer.teacher_term import TeacherTerm
 
 
 class Objective(Protocol):
-    """A loss that is a sum over micro-batches."""
+    """A loss as a sum over micro-batches."""
 
     @property
     def ignores_silent(self) -> bool:
@@ -54,7 +54,7 @@ class Objective(Protocol):
         ...
 
     def idle(self, model: PolicyModel, blank: MicroBatch, divisors: dict[str, float]) -> Tensor:
-        """Outputs of as many forward passes as `terms` makes of a row, for a rank that has none."""
+        """Outputs of as many forward passes as `terms` makes of a row, for a rank without one."""
         ...
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
@@ -110,9 +110,9 @@ class SFTObjective(OneForward):
 class PolicyObjective(OneForward):
     """A policy gradient: the algorithm's loss with importance weights, a KL term and an entropy bonus.
 
-    Log-probabilities are those of the sampled distribution (`sampling`). Per token:
+    Log-probabilities are of the sampled distribution (`sampling`). Per token:
     `importance weight * loss + kl_coef * kl`, averaged as `config.normalize` says, less `entropy_coef` times the mean
-    entropy of a token, whatever the loss is averaged over. A teacher changes advantages or adds a term (`TeacherTerm`).
+    entropy of a token, for any normalization of the loss. A teacher changes advantages or adds a term (`TeacherTerm`).
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PolicyObjective(OneForward):
 
     @property
     def ignores_silent(self) -> bool:
-        """See `Objective`. True if advantages are the only source of gradients; never for a user's own loss, whose
+        """See `Objective`. True if advantages are the only source of gradients; never for a user's own loss: its
         gradient at advantage 0 is unknown."""
         has_other_terms = self._has_kl_term or self.config.entropy_coef > 0.0 or self._teacher is not None
         has_hooks = self.algorithm.defines("loss") or self.algorithm.defines("terms")
@@ -228,7 +228,7 @@ class PolicyObjective(OneForward):
         )
 
     def _with_advantages(self, per_token_N: Tensor) -> Tensor:
-        """The surrogate loss, without its gradient if that is 0 anyway: it would take as much memory as the logits."""
+        """The surrogate loss, without its gradient if this is 0 anyway: it would take as much memory as the logits."""
         return per_token_N if self._has_advantages else per_token_N.detach()
 
     def _importance(self, micro: MicroBatch, old_N: Tensor, weighting: Weighting) -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ class PolicyObjective(OneForward):
             raise TrainingError(f"{place} gave a loss of {loss} in optimizer step {number}: return finite numbers")
 
     def summarize(self, sums: dict[str, Tensor], divisors: dict[str, float]) -> dict[str, float]:
-        """Means over the computed tokens, whatever the loss is normalized by; `loss` itself as it was minimized."""
+        """Means over the computed tokens, for any normalization of the loss; `loss` itself as it was minimized."""
         tokens = divisors["computed"]
         vectors = {key: sums[key] for key in ("ratio_histogram", "mismatch_histogram") if key in sums}
         numbers = {key: value.item() for key, value in sums.items() if not value.dim()}
@@ -331,7 +331,7 @@ class TermObjective(OneForward):
 
 def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> dict[str, Tensor]:
     """Sums for metrics of the distance of the engine's policy from the trainer's old and current ones."""
-    # Clamped at e**20, so that squares stay finite; ratios that large only mean "broken".
+    # Clamped at e**20: squares stay finite; ratios so large only mean "broken".
     ratio_N = (logprobs_N - behaviour_N).double().clamp(-20.0, 20.0).exp()
     return {
         "mismatch/abs_logprob_diff": (old_N - behaviour_N).abs().sum(),
@@ -344,7 +344,7 @@ def _behaviour_sums(behaviour_N: Tensor, logprobs_N: Tensor, old_N: Tensor) -> d
 
 
 def sampled_logprobs(logits_NV: Logits, token_ids_N: Tensor, sampling: records.SamplingParams) -> tuple[Tensor, Tensor]:
-    """`(logprobs_N, entropy_N)` of the distribution that `sampling` draws from."""
+    """`(logprobs_N, entropy_N)` of the distribution of `sampling`."""
     return processed_logprobs(
         logits_NV, token_ids_N, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     )

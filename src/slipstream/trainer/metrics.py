@@ -1,4 +1,4 @@
-"""Metrics that neither the loss nor the optimizer computes: of rollouts, of the probe, and of held-out sequences."""
+"""Metrics besides the loss's and the optimizer's: of rollouts, of the probe, and of held-out sequences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slipstream.trainer.learner import Scores
 
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
 _FITS, _GROWS, _JUMPS, _GROWN = 0.1, 3.0, 3.0, 1.5
-"""Of a difference: the part that other parameters may leave; the multiples of the first quarter's, of the version
-before and of the first version, above which it is told."""
+"""Bounds of `explain_difference`: the most left of it under other parameters, as a fraction; and the least growth over
+the first quarter, over the version before and over the first version, as multiples."""
 _HIGHEST_EXPONENT = 700.0
 """Beyond it the exponential is no float64."""
 _OF_THE_RUN = ("mean", "std", "min", "max", "signal_fraction", "drawn_mean")
-"""Metrics below `reward/` that every run has; a reward's own number of such a name is below `reward/own/`."""
+"""Metrics of every run below `reward/`; a reward's own number of such a name is below `reward/own/`."""
 
 
 def any_cut(metrics: Mapping[str, float]) -> bool:
@@ -64,8 +64,8 @@ def rollout_metrics(batch: records.Batch) -> dict[str, float]:
 
 
 def _of_components(rollouts: Sequence[records.Rollout]) -> dict[str, float]:
-    """What rewards and environments measured: counts are summed up, other numbers averaged over the rollouts with one.
-    A flag is a share of the rollouts that the named part of a rubric saw."""
+    """Numbers of rewards and environments: counts are summed up, others averaged over the rollouts with one. A flag is
+    a share of the rollouts seen by the named part of a rubric."""
     counts, values = dict.fromkeys(ROLLOUT_COUNTS, 0.0), dict[str, list[float]]()
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
@@ -90,7 +90,7 @@ def _saw(part: str, rollout: records.Rollout) -> bool:
 
 
 def skipped_batch(batch: records.Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-    """What changes in the metrics of a batch when nothing is trained on it."""
+    """The changes in a batch's metrics if nothing is trained on it."""
     tokens = metrics.get("tokens/trained")
     if tokens is None:
         return {}
@@ -103,7 +103,7 @@ def skipped_batch(batch: records.Batch, metrics: Mapping[str, float]) -> dict[st
 
 
 def _by_task(rollouts: list[records.Rollout], counts: Mapping[str, float], step: int) -> dict[str, float]:
-    """Metrics of each task of which the orchestrator has counted the groups: of a mixture's parts, of data sources."""
+    """Metrics of each task with groups counted by the orchestrator: a mixture's parts, data sources."""
     metrics: dict[str, float] = {}
     total = sum(rollout.num_sampled for rollout in rollouts)
     by_task: dict[str, list[records.Rollout]] = {}
@@ -148,7 +148,7 @@ def refuse_difference(difference: float, where: str) -> None:
 
 
 OTHER_BITS = "under model.shared_kernels there should be none: report it with the run folder, or set it to false"
-"""Of a difference that rounding alone could make."""
+"""Advice on a difference within rounding."""
 
 
 def explain_difference(
@@ -157,8 +157,8 @@ def explain_difference(
     sampling: records.SamplingParams,
     earlier: tuple[float, float] | None,
 ) -> str:
-    """What a large difference between engine and trainer looks like, as the end of a sentence: other sampling
-    parameters, positions that are embedded differently, other weights, or rounding. `forward` computes the trainer's
+    """The likely cause of a large difference between engine and trainer, as the end of a sentence: other sampling
+    parameters, another embedding of positions, other weights, or rounding. `forward` computes the trainer's
     log-probabilities under given parameters; it is called a dozen times. `earlier`: means of the run's first probe and
     of the last one."""
 
@@ -216,7 +216,7 @@ def _trained(sequence: records.Sequence) -> list[float]:
 
 
 def prompt_of(sequence: records.Sequence) -> list[int]:
-    """The tokens before the first that was sampled."""
+    """The tokens before the first sampled one."""
     length = sequence.mask.index(True) if True in sequence.mask else len(sequence)
     return sequence.token_ids[:length]
 

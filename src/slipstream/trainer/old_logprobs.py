@@ -1,7 +1,7 @@
-"""Log-probabilities that the policy's are compared with: old ones, the denominator of the importance ratio, and the
-reference model's, for the KL term.
+"""Log-probabilities to compare with the policy's: old ones, the denominator of the importance ratio, and the reference
+model's, for the KL term.
 
-With `algorithm.old_policy = "engine"` the old ones are those that the engine returned with the rollout; with "trainer"
+With `algorithm.old_policy = "engine"` the engine returned the old ones with the rollout; with "trainer"
 the weights recompute them here, before the batch's first optimizer step (AReaL, arXiv 2505.24298, has both).
 """
 
@@ -27,7 +27,7 @@ def fill_logprobs(
     reference: Scorer | None,
     sampling: records.SamplingParams,
 ) -> None:
-    """Set the log-probabilities that the loss compares the policy's with: the reference model's for a KL term in the
+    """Set the log-probabilities to compare with the policy's in the loss: the reference model's for a KL term in the
     loss, and with `old_policy = "trainer"` the current weights', the denominator of the PPO ratio."""
     different = {id(step): step for step in steps}.values()  # epochs repeat the same objects
     for step in different:
@@ -63,7 +63,7 @@ def reward_kl_penalties(
     sampling: records.SamplingParams,
 ) -> tuple[list[list[Tensor]] | None, dict[str, float]]:
     """With `kl_in = "reward"`: `kl_coef * KL(policy || reference)` of each trainable token, by rollout and sequence,
-    float64 `[N]`, which credit assignment subtracts from the rewards; and metrics. None otherwise."""
+    float64 `[N]`, for credit assignment to subtract from the rewards; and metrics. None otherwise."""
     if not _kl_in_reward(algorithm) or reference is None:
         return None, {}
     sequences = [sequence for rollout in batch.rollouts for sequence in rollout.sequences]

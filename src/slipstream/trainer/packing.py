@@ -1,9 +1,8 @@
 """From sequences to micro-batches of tensors.
 
-Guarantees: every trainable token of every sequence appears exactly once; a sequence is never split; tokens after the
-last trainable one, which influence no loss, are left out; a prompt that several sequences of a micro-batch share, or
-its common beginning, is computed once, where that is faster. The number of micro-batches changes rounding only: the
-divisors are those of the step.
+Guarantees: every trainable token of every sequence appears exactly once. A sequence is never split. Tokens after the
+last trainable one influence no loss and are left out. Sequences of a micro-batch compute a shared prompt, or its common
+beginning, once if this is faster. The number of micro-batches changes rounding only: the step gives the divisors.
 """
 
 from __future__ import annotations
@@ -37,34 +36,35 @@ _DTYPES: dict[records.StreamType, torch.dtype] = {
 }
 _NAMES: dict[torch.dtype, records.StreamType] = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_SHARING = 256
-"""Tokens of a continuation beyond which sharing a prompt is slower on a CPU: its causal attention kernel skips masked
-positions, the kernel with an explicit mask does not (measured with a model of 0.8 million parameters)."""
+"""Longest sequence with a shared prompt on a CPU, in tokens beyond three times this prompt. A longer one is faster
+alone: the causal attention kernel skips masked positions, the kernel with an explicit mask does not (measured with a
+model of 0.8 million parameters)."""
 _MIN_SAVED = 0.2
-"""Fraction of a group's tokens that sharing the beginning of different prompts must save: each continuation's attention
-then reads keys from two places."""
+"""Different prompts share their beginning if this saves at least this fraction of the group's tokens: each
+continuation's attention then reads keys from two places."""
 _MOST_KEYS = 8
-"""Keys that a group of different prompts may gather, as a multiple of its tokens: each continuation reads the shared
-ones again, which takes memory in every attention layer."""
+"""Most keys gathered by a group of different prompts, as a multiple of its tokens: each continuation reads the shared
+keys again, and they take memory in every attention layer."""
 _SILENT_SAMPLE = 8
 """One in this many rollouts of advantage 0 is computed all the same, for the metrics."""
 
 
 @dataclass
 class StepBatch:
-    """The sequences of one optimizer step and what the objective needs to know of each."""
+    """The sequences of one optimizer step, with the objective's inputs for each."""
 
     sequences: list[records.Sequence]
     advantages: list[float] | None = None
-    """One for each sequence; a sequence that carries its own per-token advantages uses those."""
+    """One for each sequence; its own per-token advantages, if any, replace it."""
     silent: list[records.Sequence] = field(default_factory=list[records.Sequence])
-    """Sequences that count in the loss's divisor but are not computed, because their gradient is exactly 0."""
+    """Uncomputed sequences of gradient exactly 0; they count in the loss's divisor."""
     rollout_tokens: list[int] | None = None
     """Per sequence, the trainable tokens of its whole rollout. None: each sequence is a rollout."""
     num_further: int = 0
     """Sequences with a trainable token beyond the first of each rollout."""
 
     def only(self, places: list[int]) -> StepBatch:
-        """The sequences at `places`, with what belongs to each."""
+        """The sequences at `places`, with their advantages and rollout tokens."""
 
         def of(values: list[T] | None) -> list[T] | None:
             return None if values is None else [values[place] for place in places]
@@ -90,7 +90,7 @@ class StepBatch:
 
     @property
     def num_computed(self) -> int:
-        """Trainable tokens of the sequences that are computed."""
+        """Trainable tokens of the computed sequences."""
         return sum(sequence.num_trainable for sequence in self.sequences)
 
     @property
@@ -120,7 +120,7 @@ class MicroBatch:
     position_ids_T: Tensor
     layout: SegmentLayout
     predict_index_N: Tensor
-    """Row position whose logits predict the target; the last token of a shared prefix occurs repeatedly."""
+    """Row position of the logits for each target; the last token of a shared prefix occurs repeatedly."""
     target_ids_N: Tensor
     sequence_index_N: Tensor
     """Sequence of each target, 0 to S - 1."""
@@ -129,8 +129,8 @@ class MicroBatch:
     counts: list[int]
     """Trainable tokens of each sequence."""
     streams: dict[str, Tensor]
-    """Per-token values by name, `[N]` or `[N, k]`: those of all sequences of the row, `behaviour_logprobs` and
-    `advantages` among them. Float32 or int64."""
+    """Per-token values by name, `[N]` or `[N, k]`: the streams common to all sequences of the row, `behaviour_logprobs`
+    and `advantages` among them. Float32 or int64."""
     rollout_tokens_S: Tensor | None = None
     """Trainable tokens of each sequence's rollout, float32. None: each sequence is a rollout."""
     images: Sequence[RowImage] = ()
@@ -162,7 +162,7 @@ class _Targets:
 
     mask: list[bool]
     prompt: int
-    """Number of tokens before the first trainable one, which sequences can share."""
+    """Number of tokens before the first trainable one. Sequences can share them."""
     length: int
     """Number of tokens before the last trainable one; 0 without trainable tokens."""
 
@@ -182,7 +182,7 @@ def _targets(sequence: records.Sequence) -> _Targets:
 
 
 Row = list[list[int]]
-"""A micro-batch as prompt groups: lists of indices into the step batch, of sequences that share their prompt."""
+"""A micro-batch as prompt groups: each lists the indices in the step batch of sequences with a shared prompt."""
 
 
 def micro_batches(
@@ -237,7 +237,7 @@ def micro_batches_of(
 
 
 def dummy_micro_batch(device: torch.device | str, context: ContextGroup | None = None) -> MicroBatch:
-    """A micro-batch of two tokens, which a rank without a row computes so that its collectives match the others'."""
+    """A micro-batch of two tokens. A rank without a row computes it, so its collectives match the other ranks'."""
     sequence = records.Sequence([0, 0], [False, True])
     return _micro_batch(StepBatch([sequence]), [[0]], [_targets(sequence)], device, context)
 
@@ -245,10 +245,9 @@ def dummy_micro_batch(device: torch.device | str, context: ContextGroup | None =
 def _prompt_groups(
     batch: StepBatch, targets: list[_Targets], used: list[int], max_tokens: int, device: torch.device | str
 ) -> list[list[int]]:
-    """Group sequences of equal prompts, each group at most `max_tokens` tokens. On a CPU, sequences with a common
-    beginning of their prompts are grouped too, if that saves enough; on a GPU this was not measured. A sequence is a
-    group alone if its continuation is too long for the shared part (see `_LONGEST_SHARING`), or if it shares a single
-    token."""
+    """Group sequences of equal prompts, each group at most `max_tokens` tokens. On a CPU, prompts with a common
+    beginning are grouped too, if this saves enough; on a GPU this was not measured. A sequence is a group alone if its
+    continuation is too long for the shared part (see `_LONGEST_SHARING`), or if it shares a single token."""
     on_cpu = torch.device(device).type == "cpu"
     alike: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index in used:
@@ -256,7 +255,7 @@ def _prompt_groups(
         images = tuple(image.sha256 for image in sequence.media if image.start < prompt)
         alike.setdefault((tuple(sequence.token_ids[:prompt]), images), []).append(index)
     alone = [members[0] for members in alike.values() if len(members) == 1]
-    # Equal placeholder tokens may stand for different images: those prompts are shared as wholes only.
+    # Equal placeholder tokens may stand for different images: prompts with images are shared as wholes only.
     pictured = [[index] for index in alone if batch.sequences[index].media]
     single = [index for index in alone if not batch.sequences[index].media]
     similar = [[index] for index in single]
@@ -291,7 +290,7 @@ def _most_members(lengths: list[int], shared: int) -> int:
 
 
 def _shared(batch: StepBatch, targets: list[_Targets], group: list[int]) -> int:
-    """Number of tokens that a group's sequences share: at most their prompts; 0 for one alone."""
+    """Number of tokens shared by a group's sequences: at most their prompts; 0 for one alone."""
     if len(group) == 1:
         return 0
     ids = batch.sequences[group[0]].token_ids[: min(targets[index].prompt for index in group)]
@@ -340,7 +339,7 @@ def _micro_batch(
         add(batch.sequences[group[0]], 0, shared, None)
         for index in group:
             target, ids = all_targets[index], batch.sequences[index].token_ids
-            # Row position at which the sequence would begin if it included its prefix.
+            # Row position of the sequence's beginning, if it included its prefix.
             start = len(token_ids) - shared
             add(batch.sequences[index], shared, target.length, segment if shared else None)
             predict_index += [(start if place > shared else origin) + place - 1 for place in target.positions]
@@ -388,7 +387,8 @@ def stream_of(values: Tensor) -> records.Stream:
 
 
 def _streams(batch: StepBatch, counts: list[int]) -> Iterator[tuple[str, Tensor]]:
-    """The streams of all sequences, of so many targets each, by name. Raises TrainingError where they do not fit."""
+    """The streams common to all sequences, by name; `counts`: targets of each. Raises TrainingError if lengths or
+    dtypes do not fit."""
     each = [_with_own(sequence, count) for sequence, count in zip(batch.sequences, counts, strict=True)]
     if batch.advantages is not None:
         given = zip(batch.advantages, counts, each, strict=True)
@@ -428,11 +428,11 @@ def make_step_batches(
     """Split a batch into the step batches of its optimizer steps: whole groups over `updates_per_batch` steps, repeated
     `epochs` times.
 
-    `advantages`: one per rollout, None if its tokens have their own. Left out are rollouts with an outcome that is
-    never trained on, and those with `carries_loss` false. Rollouts without a trainable token are left out too, so that
+    `advantages`: one per rollout, None if its tokens have their own. Rollouts with an outcome outside
+    `records.TRAINABLE_OUTCOMES`, or with `carries_loss` false, are left out. So are rollouts without a trainable token:
     no step is empty. With `ignores_silent` most rollouts of advantage 0 only count in the divisors
-    (`StepBatch.silent`). Epochs repeat the same objects, so that streams filled in once serve all. Fewer groups than
-    updates give fewer steps.
+    (`StepBatch.silent`). Epochs repeat the same objects: streams filled in once serve all. Fewer groups than updates
+    give fewer steps.
     """
     if advantages is not None and len(advantages) != len(batch.rollouts):
         raise TrainingError(f"{len(advantages)} advantages for {len(batch.rollouts)} rollouts of batch {batch.step}")

@@ -1,5 +1,5 @@
-"""Judges a run's first batch (`algo/readiness.py`), and warns, during the run, when its metrics show that little is
-left to learn: low signal, or collapsed entropy."""
+"""Judges a run's first batch (`algo/readiness.py`), and warns, during the run, when its metrics show little left to
+learn: low signal, or collapsed entropy."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from slipstream.config.schema import EvaluationConfig, RLConfig
 from slipstream.records import Rollout
 
 STEPS = 3
-"""Consecutive steps that must be below a limit for a warning."""
+"""Consecutive steps below a limit before a warning."""
 COLLAPSED = 0.1
 """Fraction of the run's highest entropy; below it the policy's entropy has collapsed."""
 QUIET = 50
-"""Steps in which a warning is not repeated, at first."""
+"""Steps before a warning is repeated, at first."""
 _MORE_SIGNAL = "use easier tasks, start from a model that is right more often (more SFT), or raise algorithm.group_size"
 _GROUP_BASELINES = ("group_mean", "leave_one_out")
 
 
 class SignalWatch:
-    """See the module. Silent for SFT, for runs with a teacher, and when the tasks are nearly solved; warns of groups
-    only where the baseline compares the rewards of a group, and nothing else teaches (`has_terms`)."""
+    """See the module. Silent for SFT, for runs with a teacher, and when the tasks are nearly solved. Warns of groups
+    only if the baseline compares the rewards of a group, and nothing else teaches (`has_terms`)."""
 
     def __init__(self, config: PlannedConfig, *, has_terms: bool = False) -> None:
         algorithm = config.algorithm
@@ -48,14 +48,14 @@ class SignalWatch:
         self._highest = 0.0
         self._num_steps = 0
         self._num_low = 0
-        """Steps of low signal since that was last told."""
+        """Steps of low signal since its last warning."""
         self._said: dict[str, int] = {}
         """After how many steps each warning was last given."""
         self._quiet: dict[str, int] = {}
         """For how many steps it is not repeated."""
 
     def judge_first(self, rollouts: Sequence[Rollout]) -> Judgement | None:
-        """The verdict on a run's first batch. None where groups are not compared, or where those without signal are
+        """The verdict on a run's first batch. None if groups are not compared, or groups without signal are
         replaced."""
         if not self._compares or not self._is_rl or self._is_refilled:
             return None
@@ -94,7 +94,7 @@ class SignalWatch:
         return warnings
 
     def _is_due(self, name: str, is_so: bool) -> bool:
-        """Whether to give a warning now, whose condition `is_so`."""
+        """Whether to give a warning now; `is_so`: its condition."""
         quiet = self._quiet.get(name, 0)
         if not is_so or (name in self._said and self._num_steps - self._said[name] < quiet):
             return False

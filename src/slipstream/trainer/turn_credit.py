@@ -1,10 +1,10 @@
-"""Turns of an episode in the order of sampling, and credit for single turns, where the environment rewards them
+"""Turns of an episode in the order of sampling, and credit for single turns, if the environment rewards them
 (`algorithm.credit = "turn"`).
 
-A rollout's sequences are stored in the order in which they began. An episode may continue an earlier one, as an agent
+A rollout's sequences are stored in the order of their beginnings. An episode may continue an earlier one, as an agent
 does after a conversation with a sub-agent. `records.Rollout.turn_spans` therefore has the order of the turns.
 
-A rollout's `reward` is the sum of all its rewards, those of its turns included. The return of turn t is that sum less
+A rollout's `reward` is the sum of all its rewards, its turns' included. The return of turn t is this sum less
 the rewards of the turns before t. Returns are compared within a group turn by turn, as in step-level group baselines
 (GiGPO, arXiv 2505.10978, with the number of the turn as the anchor state).
 """
@@ -26,7 +26,7 @@ from slipstream.errors import TrainingError
 
 
 def check_turns(rollouts: Sequence[records.Rollout], credit: str | None) -> bool:
-    """Whether turns get credit of their own. Raises TrainingError where environment and setting disagree."""
+    """Whether turns get credit of their own. Raises TrainingError if environment and setting disagree."""
     num_given = sum(bool(rollout.turn_rewards) for rollout in rollouts)
     if num_given and credit is None:
         raise TrainingError(
@@ -48,10 +48,10 @@ def turn_advantages(
     baseline: Baseline,
     penalties: Sequence[Sequence[Tensor]] | None = None,
 ) -> Tensor:
-    """An advantage for each turn `[K]` of all rollouts in order: its return against those of the group's other episodes
-    from the same turn on. An episode that ended before that turn is not in its baseline. Where one episode of a group
-    alone has the turn, baselines of groups give 0. `penalties`: of each rollout's sampled tokens, by sequence `[N]`; a
-    turn's return has those of its own tokens and of later turns subtracted."""
+    """An advantage for each turn `[K]` of all rollouts in order: its return against the returns of the group's other
+    episodes from the same turn on. An episode without this turn is not in the baseline. If one episode of a group alone
+    has the turn, baselines of groups give 0. `penalties`: of each rollout's sampled tokens, by sequence `[N]`. The
+    penalties of a turn's own tokens and of later turns are subtracted from its return."""
     numbers: dict[tuple[int, int], int] = {}
     returns: list[float] = []
     groups: list[int] = []
@@ -68,7 +68,7 @@ def turn_advantages(
 
 
 def turn_signal_fraction(rollouts: Sequence[records.Rollout], rewards_S: Tensor, group_ids_S: Tensor) -> float:
-    """Fraction of the groups in which the returns of any turn differ."""
+    """Fraction of the groups with different returns of any turn."""
     returns: dict[int, list[list[float]]] = {}
     for rollout, reward, group in zip(rollouts, rewards_S.tolist(), group_ids_S.tolist(), strict=True):
         returns.setdefault(group, []).append(turn_returns(reward, _turn_rewards(rollout)))
@@ -76,7 +76,7 @@ def turn_signal_fraction(rollouts: Sequence[records.Rollout], rewards_S: Tensor,
 
 
 def write_turn_advantages(rollouts: Sequence[records.Rollout], advantages_K: Tensor, carries_loss_S: Tensor) -> None:
-    """Write each turn's advantage (see `turn_advantages`) to its sampled tokens (the stream `advantages`); 0 where a
+    """Write each turn's advantage (see `turn_advantages`) to its sampled tokens (the stream `advantages`); 0 if a
     rollout carries no loss."""
     given = iter(advantages_K.tolist())
     for rollout, carries_loss in zip(rollouts, carries_loss_S.tolist(), strict=True):
@@ -98,8 +98,8 @@ def turns_of(rollout: records.Rollout) -> list[records.TurnSpan]:
 def token_rewards(
     rollout: records.Rollout, reward: float, penalties: Sequence[Tensor] | None, *, by_turn: bool
 ) -> tuple[Tensor, Tensor]:
-    """The number of each sampled token in the order of sampling, int64 `[T]`, see `sampling_order`; and the reward of
-    each in that order, float64 `[T]`: the episode's `reward` at the last one, or with `by_turn` each turn's at its last
+    """The number of each sampled token in the order of sampling, int64 `[T]`, see `sampling_order`. And the rewards in
+    this order, float64 `[T]`: the episode's `reward` at the last token, or with `by_turn` each turn's at its last
     token, less the `penalties` of each sequence's tokens."""
     order = torch.tensor(sampling_order(rollout), dtype=torch.int64)
     rewards_T = torch.zeros(len(order), dtype=torch.float64)
@@ -114,8 +114,8 @@ def token_rewards(
 
 
 def sampling_order(rollout: records.Rollout) -> list[int]:
-    """The sampled tokens in the order of sampling, each by its number among those of all sequences as stored. Raises
-    TrainingError unless the turns hold each sampled token exactly once."""
+    """The sampled tokens in the order of sampling, each by its number in the sequences as stored. Raises TrainingError
+    unless the turns hold each sampled token exactly once."""
     starts = [0, *accumulate(sequence.num_trainable for sequence in rollout.sequences)]
     order: list[int] = []
     for span in turns_of(rollout):
@@ -131,8 +131,8 @@ def sampling_order(rollout: records.Rollout) -> list[int]:
 
 
 def turn_ends(rollout: records.Rollout) -> Iterator[tuple[int, float]]:
-    """Each turn's reward, with the number of the turn's last token in the order of sampling: of the token before, where
-    the turn has none. A reward before the first token is left out: no token earned it."""
+    """Each turn's reward, with the number of the turn's last token in the order of sampling; for a turn without tokens,
+    of the token before. A reward before the first token is left out: no token earned it."""
     num_tokens = 0
     for span, reward in zip(turns_of(rollout), _turn_rewards(rollout), strict=True):
         num_tokens += rollout.sequences[span.sequence].mask[span.start : span.end].count(True)

@@ -1,8 +1,8 @@
-"""Weight transfer from trainer to engine: bridges, and fingerprints that verify every update.
+"""Weight transfer from trainer to engine: bridges, and fingerprints to verify every update.
 
 A bridge has a publisher (trainer) and a receiver (engine). The publisher makes a version available and describes it in
-a ticket; the receiver has the engine load it and reports what the engine then holds. `restart` is the reference: after
-any other bridge the engine answers bit for bit as one that was started on the version.
+a ticket; the receiver has the engine load it and reports the engine's weights after it. `restart` is the reference:
+after any other bridge the engine answers bit for bit as if started on the version.
 """
 
 from slipstream.weights.base import Announce, Publisher, Receiver, check_report

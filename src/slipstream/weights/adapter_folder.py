@@ -1,7 +1,7 @@
 """LoRA adapters as folders in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Guarantees: a folder appears under its name only when it is complete; PEFT loads it, and so does vLLM unless it is DoRA;
-adapters of other kinds, which would compute something else here, are refused when they are read.
+Guarantees: a folder appears under its name only when it is complete. PEFT loads it, and so does vLLM unless it is DoRA.
+Adapters of other kinds would compute something else here; reading refuses them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "use_bdlora": (),
 }
-"""PEFT settings that change what an adapter computes, with the values (besides empty ones) of plain LoRA."""
+"""PEFT settings of an adapter's computation, with the values (besides empty ones) of plain LoRA."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The shape of a LoRA adapter; `base` is the model that it belongs to, a folder or a hub id."""
+    """The shape of a LoRA adapter; `base` is its model, a folder or a hub id."""
 
     rank: int
     alpha: float
@@ -61,9 +61,9 @@ class AdapterConfig:
     with_tower: bool = False
     """Whether layers of a vision tower are targets too."""
     excluded: tuple[str, ...] = ()
-    """Modules without targets, whatever the names in them (a vision tower that is not trained)."""
+    """Modules without targets, by any names in them (an untrained vision tower)."""
     revision: str | None = None
-    """The commit of `base` where that is a hub id."""
+    """The commit of `base` if this is a hub id."""
     base_digest: str | None = None
     """`weights_digest` of `base` when the adapter was trained; None if unrecorded."""
 
@@ -84,15 +84,15 @@ def magnitude_parameter(module: str) -> str:
 
 
 def adapted_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """The modules whose matrices have these names."""
+    """The modules of matrices with these names."""
     modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names)
     return tuple(dict.fromkeys(modules))
 
 
 def renamed(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """For each name, of a module or tensor, the one of `wanted` that it stands for: versions of transformers differ in
-    whether a vision-language model's decoder is `model`, `language_model.model` or `model.language_model`. A name
-    that fits none, or no single one, stays as it is."""
+    """Map each name, of a module or tensor, to its equivalent in `wanted`: versions of transformers differ in whether a
+    vision-language model's decoder is `model`, `language_model.model` or `model.language_model`. A name with no
+    equivalent, or several, stays as it is; all stay if two would become one."""
     known, places = set(wanted), dict[str, list[str]]()
     for name in known:
         places.setdefault(_without_infix(name), []).append(name)
@@ -120,8 +120,8 @@ def write_adapter_folder(
     durable: bool = False,
     spare: Path | None = None,
 ) -> int:
-    """Make `folder` an adapter of these tensors; see `write_model_folder`. `spare`, if it exists, is a file on the same
-    disk that is moved into the folder and overwritten. Returns the bytes of all tensors."""
+    """Make `folder` an adapter of these tensors; see `write_model_folder`. `spare`: a file on the same disk; if it
+    exists, it is moved into the folder and overwritten. Returns the bytes of all tensors."""
     weights = {name: tensor.detach() for name, tensor in named_weights}
     with whole_folder(folder, durable=durable) as temporary:
         content = {
@@ -143,7 +143,7 @@ def write_adapter_folder(
         if config.revision is not None:
             content["revision"] = config.revision
         if config.excluded:
-            # PEFT's own form: an expression that a whole name fits.
+            # PEFT's own form: an expression for whole names.
             content["exclude_modules"] = rf"({'|'.join(map(re.escape, config.excluded))})(\..*)?"
         (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
         if spare is not None:
@@ -157,8 +157,7 @@ def write_adapter_folder(
 def folded(
     named_weights: Iterable[tuple[str, Tensor]], scaling: float, kept: dict[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same adapter with scaling 1: every B is multiplied by `scaling`, into the buffers that `kept` holds from the
-    last call."""
+    """The same adapter with scaling 1: every B is multiplied by `scaling`, into the last call's buffers in `kept`."""
     kept = {} if kept is None else kept
     for name, tensor in named_weights:
         if scaling != 1 and name.endswith(".lora_B.weight"):
@@ -200,7 +199,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             "model with PEFT and train on that"
         )
     ranks = {shape[0] for name, shape in stored.items() if name.endswith(".lora_A.weight") and shape}
-    # Before any caller makes layers of this rank, which may be larger than memory.
+    # Before any caller makes layers of this rank: they may be larger than memory.
     if ranks - {rank}:
         raise ConfigError(f"{file} has r = {rank}, and its weights are of rank {max(ranks)}: save the adapter again")
     names = (targets,) if isinstance(targets, str) else tuple(targets or ())

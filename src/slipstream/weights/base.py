@@ -12,7 +12,7 @@ from slipstream.records import ApplyReport, Ticket
 
 NamedWeights = Iterable[tuple[str, Tensor]]
 Announce = Callable[[Ticket], Callable[[], bool] | None]
-"""Tells the receiver that a version is available. What it returns, if anything, says whether the receiver has ended."""
+"""Tells the receiver of an available version. Its result, if any, tells whether the receiver has ended."""
 Fence = Callable[[float], Awaitable[None]]
 """Pauses the engine until the next `apply`; the argument is a timeout in seconds."""
 
@@ -25,12 +25,12 @@ class Publisher(Protocol):
         ...
 
     def hold(self, step: int | None) -> None:
-        """An engine stays on version `step`, the one published last, for a while: leave what it needs to be started on
-        it again, until the next call; None ends that. Nothing where the bridge keeps no versions."""
+        """An engine stays on version `step`, the one published last, for a while: leave the files for its restart on
+        this version, until the next call; None ends this. Nothing if the bridge keeps no versions."""
         ...
 
     def close(self) -> None:
-        """Free what the bridge holds outside the run folder."""
+        """Free the bridge's resources outside the run folder."""
         ...
 
 
@@ -43,7 +43,7 @@ class Receiver(Protocol):
 
 
 def check_report(report: ApplyReport, ticket: Ticket) -> None:
-    """Raise `WeightsError` unless the engine proved that it holds exactly the ticket's version."""
+    """Raise `WeightsError` unless the engine proved to hold exactly the ticket's version."""
     name = ticket.version.name
     if report.mismatched:
         shown = ", ".join(report.mismatched[:5]) + (" ..." if len(report.mismatched) > 5 else "")

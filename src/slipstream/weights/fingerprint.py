@@ -1,13 +1,12 @@
-"""Fingerprints: a 64-bit digest of every parameter that adds up over shards and fused slices.
+"""Fingerprints: a 64-bit digest of every parameter, additive over shards and fused slices.
 
 The fingerprint of a tensor is the sum over its elements of `mix(index in the whole tensor, bits)` modulo 2^64. As a sum
-it can be computed where the data lies, by a rank that holds rows 100 to 200 or an engine that keeps q, k and v in one
-fused matrix, and the shares are added. `mix` gives 32 bits: the upper half of the index's golden-ratio multiple
-(Fibonacci hashing; Knuth, TAOCP 3, 6.4), xored with an odd multiple of the bits, through `lowbias32` (Wellons,
-"Prospecting for hash functions", 2018). Each step is invertible, so that another value of up to 32 bits at one index
-always changes the term; moving a value by less than 2,971,215,073 places (a Fibonacci number) changes it as a random
-draw would. GPUs are fast at 32-bit arithmetic: with SplitMix64 the kernel took four times as long as reading the
-memory.
+it can be computed beside the data, by a rank with rows 100 to 200 or an engine with q, k and v in one fused matrix, and
+the shares are added. `mix` gives 32 bits: the upper half of the index's golden-ratio multiple (Fibonacci hashing;
+Knuth, TAOCP 3, 6.4), xored with an odd multiple of the bits, through `lowbias32` (Wellons, "Prospecting for hash
+functions", 2018). Each step is invertible: another value of up to 32 bits at one index always changes the term. Moving
+a value by less than 2,971,215,073 places (a Fibonacci number) changes it as a random draw would. GPUs are fast at
+32-bit arithmetic: with SplitMix64 the kernel took four times as long as reading the memory.
 """
 
 from __future__ import annotations

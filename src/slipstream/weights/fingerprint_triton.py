@@ -1,6 +1,6 @@
 """Fingerprints on a GPU: `fingerprint_torch._mix` as one Triton kernel over all slices.
 
-Imported only where there is a CUDA device; Triton comes with torch there.
+Imported only if there is a CUDA device; torch then comes with Triton.
 """
 
 from collections import OrderedDict
@@ -23,9 +23,9 @@ _BLOCK = 32_768
 """Elements of a slice for each program."""
 _STEP = 1_024
 _MAX_TABLES = 8
-"""Cached layouts: the model's, those of two adapters, and of a user's call."""
+"""Cached layouts: the model's, two adapters', and a user's call's."""
 _INTEGERS: dict[int, Any] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-# In the form that the kernel may read.
+# In a form readable by the kernel.
 _GOLDEN, _LOW, _HIGH, _MIX_1, _MIX_2 = (tl.constexpr(number) for number in (GOLDEN, LOW, HIGH, MIX_1, MIX_2))
 
 
@@ -96,7 +96,7 @@ class _Table(NamedTuple):
     """The kernel's arguments for slices of one element size, on their GPU."""
 
     numbers: tuple[int, ...]
-    """Which slices these are."""
+    """Indices of these slices."""
     size: int
     rows: Tensor
     owners: Tensor
@@ -120,7 +120,7 @@ change."""
 
 
 def fingerprints(slices: Sequence[Slice]) -> list[int]:
-    """As `fingerprint.fingerprints`, for tensors that all lie on one GPU; signed."""
+    """As `fingerprint.fingerprints`, for tensors all on one GPU; signed."""
     results = [0] * len(slices)
     with torch.cuda.device_of(slices[0].tensor):
         layout = tuple(
@@ -146,8 +146,7 @@ def fingerprints(slices: Sequence[Slice]) -> list[int]:
 
 
 def _describe(slices: Sequence[Slice]) -> tuple[list[_Table], list[int], list[Tensor]]:
-    """The kernel's tables; slices that it cannot read; and copies that were made for it, which must live until it has
-    run."""
+    """The kernel's tables; slices unreadable by it; and copies made for it. The copies must live until it has run."""
     rows: dict[int, list[list[int]]] = {}
     numbers: dict[int, list[int]] = {}
     apart: list[int] = []
@@ -179,11 +178,11 @@ def _table(rows: list[list[int]], numbers: list[int], size: int, device: torch.d
 
 
 def _row(part: Slice) -> tuple[list[int], Tensor] | None:
-    """A row of the kernel's table, and the tensor that it is about, which must live until the kernel has run; None when
-    the elements do not lie in equal lines.
+    """A row of the kernel's table, and its tensor: this must live until the kernel has run. None when the elements do
+    not lie in equal lines.
 
-    A row: address, elements, index of the first; elements of a line; from line to line in memory and in the index; from
-    element to element in the index; whether it begins at a multiple of sixteen bytes.
+    A row: address, elements, index of the first, elements of a line. Then the jumps from line to line in memory and in
+    the index, the step from element to element in the index, and whether the address is a multiple of sixteen bytes.
     """
     tensor = part.tensor
     sizes = tuple(tensor.shape) if part.sizes is None else part.sizes

@@ -51,8 +51,8 @@ def write_model_folder(
 ) -> int:
     """Make `folder` a model of these tensors, with the configuration, tokenizer and code files of `source`.
 
-    Tensors are written as they are; `config.json` gets `changes`, and the dtype that most of the numbers have. A head
-    among the tensors is not tied there. The folder, and what is in it, is for its owner alone, appears when it is
+    Tensors are written as they are; `config.json` gets `changes`, and the dtype of most of the numbers. A head
+    among the tensors is not tied there. The folder, and its content, is for its owner alone, appears when it is
     complete, and replaces one of the same name. `durable`: it is on the disk (fsync) when this returns. Returns the
     bytes of all tensors.
     """
@@ -85,7 +85,7 @@ def whole_folder(folder: Path, *, durable: bool) -> Generator[Path]:
 
 @contextmanager
 def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
-    """While `folder` is written as `temporary`, of which nothing is left on a failure; a full or broken disk is a
+    """While `folder` is written as `temporary`: nothing of this is left on a failure, and a full or broken disk is a
     `SlipstreamError`."""
     try:
         yield
@@ -102,7 +102,7 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
 
 def write_tensors(path: Path, named_weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file, over an existing one. All copies from a GPU are waited for together: `save_file` waits
-    for each, which takes many times as long for some hundred small tensors."""
+    for each: this takes many times as long for some hundred small tensors."""
     text, order, num_bytes = _header(named_weights, metadata)
     on_gpu = any(tensor.is_cuda for tensor in named_weights.values())
     numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
@@ -121,9 +121,9 @@ def write_tensors(path: Path, named_weights: Mapping[str, Tensor], metadata: Map
 
 
 def stream_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool = False) -> None:
-    """Write a new safetensors file tensor by tensor, so that memory never holds a second copy of all, and other threads
-    run meanwhile. `durable`: on the disk (fsync) when this returns, in chunks, so that other writers need not wait for
-    all of it."""
+    """Write a new safetensors file tensor by tensor: memory never holds a second copy of all, and other threads run
+    meanwhile. `durable`: on the disk (fsync) when this returns, in chunks, so other writers need not wait for all of
+    it."""
     text, order, _ = _header(tensors)
     with path.open("xb") as file:
         file.write(text)
@@ -155,7 +155,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
 
 
 def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | None:
-    """Every tensor of a safetensors file, as views of one buffer (page-locked if `pinned`) that is read at once; None
+    """Every tensor of a safetensors file, as views of one buffer (page-locked if `pinned`), read at once; None
     when it has dtypes other than floats. Raises ValueError for an incomplete file."""
     with path.open("rb", buffering=0) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -184,7 +184,7 @@ def read_tensors(path: Path, *, pinned: bool = False) -> dict[str, Tensor] | Non
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`: those in its index, else `model.safetensors`, else all. Others
+    """The safetensors files of the model in `folder`: the ones in its index, else `model.safetensors`, else all. Others
     beside them (`consolidated.safetensors`) hold the same tensors under other names."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -208,7 +208,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def links_to_one_model(model: Path, folder: Path) -> Path:
-    """`model` itself, or, where it holds safetensors files beside `weight_files`, a new `folder` of links to all other
+    """`model` itself, or, if it holds safetensors files beside `weight_files`, a new `folder` of links to all other
     files: vLLM prefers `consolidated.safetensors`, with its names, to the files of transformers."""
     more = set(model.glob("*.safetensors")) - set(weight_files(model)) if model.is_dir() else set()
     if not more:
@@ -266,7 +266,7 @@ def sync(path: Path) -> None:
 
 
 def _copy_companions(source: Path, folder: Path) -> None:
-    """All visible files but weights and their indices, and the one sub-folder that tokenizers have."""
+    """All visible files but weights and their indices, and the one sub-folder of tokenizers."""
     for path in source.iterdir():
         if path.is_dir() and path.name == "additional_chat_templates":
             shutil.copytree(path, folder / path.name)

@@ -1,6 +1,6 @@
-"""What a saved folder says of how its model is used, beside its weights.
+"""Files on the use of a saved model, beside its weights: end tokens and tokenizer.
 
-Guarantees: every file that readers take end tokens from names the token of training, whatever the base names. An
+Guarantees: every file with end tokens for readers names the token of training, even if the base names others. An
 adapter's folder has the tokenizer and `generation_config.json` of its model. A folder with the right end tokens is left
 unchanged.
 """
@@ -17,21 +17,21 @@ TOKENIZER_FILES = (
     *("tokenizer*", "chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "*tokeniz*.py", "tekken.json"),
 )
-"""Patterns of the files of a model folder that decide its tokens."""
+"""Patterns of a model folder's files on its tokens."""
 GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class EndTokens:
-    """The tokens that end a completion in training; the one that ends a turn is the first."""
+    """The end tokens of a completion in training; the first one ends a turn."""
 
     ids: tuple[int, ...]
     text: str = ""
-    """The first one's text, for the tokenizer's files; empty where these are not to be changed."""
+    """The first one's text, for the tokenizer's files; empty if these are not to be changed."""
 
 
 def write_usage(folder: Path, source: Path, ends: EndTokens) -> None:
-    """Complete the folder of a model, or of an adapter of the model in `source`, by what `ends` says."""
+    """Complete the folder of a model, or of an adapter of the model in `source`, by `ends`."""
     if not (folder / "config.json").is_file():
         for path in sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()}):
             target = folder / path.relative_to(source)
@@ -55,7 +55,7 @@ def write_usage(folder: Path, source: Path, ends: EndTokens) -> None:
 
 
 def copy_usage(source: Path, folder: Path) -> None:
-    """Have the model in `folder` say what the folder of its adapter, `source`, says."""
+    """Give the model in `folder` the end tokens in the folder of its adapter, `source`."""
     said = _read(source / GENERATION_CONFIG)
     if ids := _as_ids(said.get("eos_token_id")):
         token = _read(source / "tokenizer_config.json").get("eos_token")
@@ -67,7 +67,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _with_ends(values: dict[str, Any], ends: EndTokens) -> bool:
-    """Put the end tokens before those in `values`, unless these have them all; returns whether something changed."""
+    """Put the end tokens before the ones in `values`, unless these have them all; returns whether something changed."""
     before = _as_ids(values.get("eos_token_id"))
     if set(ends.ids) <= set(before):
         return False

@@ -1,7 +1,7 @@
-"""Which items of the training set make which batch.
+"""The order of the training set's items in batches.
 
-Guarantees: the items of a batch, refills included, are a pure function of seed and step, so that a resumed run needs no
-saved position; under a curriculum also of its weights, which are in the checkpoint.
+Guarantees: the items of a batch, refills included, are a pure function of seed and step: a resumed run needs no saved
+position. Under a curriculum they also depend on its weights, saved in the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.records import Task
 
 
 class BatchOrder:
-    """Which items of one run's training set each batch is made of."""
+    """The items of each batch, from one run's training set."""
 
     def __init__(
         self, config: PlannedConfig, tasks: Sequence[Task], num_items: int, part_of_item: Sequence[int] = ()
@@ -34,7 +34,7 @@ class BatchOrder:
             self._mixture = MixtureOrder(part_of_item, Weights(mixture_weights(config)), self._size, seed)
 
     def items(self, step: int) -> list[int]:
-        """The items that the batch of `step` begins with."""
+        """The first items of the batch of `step`, without refills."""
         if self._refused:
             raise IntegrityError(f"the curriculum changed tasks that were drawn already ({self._refused}): report it")
         if self._mixture is not None:
@@ -47,8 +47,8 @@ class BatchOrder:
             self._mixture.weights.changes = changes_of(changes)
 
     def change(self, step: int, weights: Sequence[float]) -> None:
-        """Further ones, from `step` of the order of the tasks on. Nobody waits for this call's end: what is wrong with
-        it is raised when items are asked for."""
+        """Further changes, from `step` of the order of the tasks on. Nobody waits for this call's end: an error is
+        raised when items are asked for."""
         assert self._mixture is not None
         try:
             self._mixture.change(step, weights)
@@ -56,7 +56,7 @@ class BatchOrder:
             self._refused = str(error)
 
     def tasks(self, step: int) -> list[Task]:
-        """The tasks that the batch of `step` begins with."""
+        """The first tasks of the batch of `step`, without refills."""
         return [self._tasks[item] for item in self.items(step)]
 
     def refills(self) -> Refills | None:

@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): replaces groups whose rewards are all equal by new ones.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): replaces groups with all rewards equal by new ones.
 
-Guarantees: the choice follows from rewards and the order of the tasks, never from the order in which rollouts finish;
-every dropped group is counted by reason. A batch in which no group has signal keeps its first groups, so that the
-trainer sees and counts it.
+Guarantees: the choice follows from rewards and the order of the tasks, never from the rollouts' order of finishing.
+Every dropped group is counted by reason. A batch without any group with signal keeps its first groups: the trainer
+sees and counts it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Refills:
     has_signal: SignalRule = group_has_signal
 
     def num_wanted(self, groups: Sequence[Sequence[Rollout]], size: int) -> int:
-        """How many tasks to sample so that a batch of `size` is expected to get as many groups with signal as it lacks;
-        0 when it has enough."""
+        """Number of tasks to sample, expected to give the groups with signal missing in a batch of `size`; at most
+        `size`, and 0 when it has enough."""
         found = sum(map(self.has_signal, groups))
         return min(size, math.ceil((size - found) * len(groups) / found)) if 0 < found < size else size * (found == 0)
 
@@ -48,7 +48,7 @@ class Choice:
 def choose(
     refills: Refills, groups: list[list[Rollout]], size: int, num_refills: int, *, may_be_empty: bool = False
 ) -> Choice:
-    """Choose the first `size` of `groups` that have signal. The first `size` of all are the batch's own, the others
+    """Choose the first `size` of `groups` with signal. The first `size` of all are the batch's own, the others
     refills. Without any signal the own ones are chosen, unless the choice `may_be_empty`: then the first orchestrator
     makes another part."""
     with_signal = [index for index, group in enumerate(groups) if refills.has_signal(group)]
@@ -62,7 +62,7 @@ def choose(
 
 
 def drawn_metrics(groups: Sequence[Sequence[Rollout]], num_chosen: int, num_refilled: int) -> dict[str, float]:
-    """Metrics of a batch for which `groups` were generated; `num_refilled` of its groups took others' places."""
+    """Metrics of a batch from the generated `groups`; `num_refilled` of its groups took others' places."""
     metrics = {
         "rollout/drawn_groups": float(len(groups)),
         "rollout/refilled_groups": float(num_refilled),
@@ -75,9 +75,9 @@ def drawn_metrics(groups: Sequence[Sequence[Rollout]], num_chosen: int, num_refi
 
 
 def losses(groups: Sequence[Sequence[Rollout]], reasons: Mapping[str, str]) -> tuple[dict[str, int], dict[str, float]]:
-    """What of `groups` is not trained on: the number of rollouts by reason, and metrics of their sampled tokens and of
-    groups that are left out as a whole. `reasons`: why these are, by their ids; of all others a rollout is lost that
-    failed, for its outcome."""
+    """The losses of `groups`: the number of untrained rollouts by reason, and metrics of their sampled tokens and of
+    groups left out as a whole. `reasons`: why these are left out, by their ids. A failed rollout of any group counts by
+    its outcome."""
     rollouts, metrics = Counter[str](), Counter[str]()
     for group in groups:
         left_out = reasons.get(group[0].group_id) if group else None
@@ -96,7 +96,7 @@ def task_counts(
     has_signal: Callable[[Sequence[Rollout]], bool],
     parts: Collection[str] = (),
 ) -> dict[str, float]:
-    """Counts the groups that were generated for a batch, by the tasks' source: all, those with signal, and failed
+    """Counts the groups generated for a batch, by the tasks' source: all, with signal, and failed
     rollouts. Empty without sources. `parts`: the parts of a mixture; its curriculum needs all groups of each."""
     found: dict[str, float] = {}
     tasks: set[str] = set()

@@ -1,11 +1,10 @@
-"""What engine and trainer wait for while batches are made, and how many requests are open. Pure, but for a clock.
+"""Idle time of engine and trainer by reason while batches are made, and open requests. Pure, but for a clock.
 
-The engine is idle while it has no request for training: because a version is applied (`update`), because it is started
-again (`restart`), because what runs is tools, rewards or the environment's own work (`environment`), or because no
-group may begin before the trainer releases a version (`trainer`). The trainer is idle from the release of a version
-until its next batch is made. Its half of the probe counts as idle, too. The reasons are `generation`, `environment`,
-`update` and `restart`. Under `oldest` enough groups are ready, and the batch waits for one: no later batch could take
-it.
+The engine is idle while it has no request for training. Its reasons: a version is applied (`update`), it is started
+again (`restart`), only tools, rewards or the environment itself work (`environment`), or no group may begin before the
+trainer releases a version (`trainer`). The trainer is idle from the release of a version until its next batch is made.
+Its half of the probe counts as idle, too. Its reasons are `generation`, `environment`, `update`, `restart` and
+`oldest`: enough groups are ready, and the batch waits for one too old for later batches.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ TRAINER_REASONS = ("generation", "oldest", "environment", "update", "restart")
 
 
 class Counter:
-    """Counts the blocks that are entered; calls a function after the first was entered and after the last was left.
+    """Counts the entered blocks; calls a function after the first was entered and after the last was left.
     Thousands a second may come and go."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
@@ -46,7 +45,7 @@ class IdleTime:
         num_places: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_up`: whether the engine runs, asked when it has no request. `num_places`: requests that it computes at
+        """`is_up`: whether the engine runs, asked when it has no request. `num_places`: requests computed by it at
         once."""
         self._is_up, self._num_places, self._clock = is_up, num_places, clock
         self.requests = Counter(self._count)
@@ -57,7 +56,7 @@ class IdleTime:
         """Entered while a version is applied."""
         self._released = -1
         self._step: int | None = None
-        """Of the batch that is made; None before the first."""
+        """Step of the batch in the making; None before the first."""
         self._is_due = False
         self._engine_reason = ""
         """Why the engine is idle since the last change; empty while it is not."""
@@ -65,23 +64,23 @@ class IdleTime:
         self._seconds: dict[str, float] = {}
 
     def begin(self, step: int) -> None:
-        """The making of batches begins, with that of `step`."""
+        """The making of batches begins, with the batch of `step`."""
         self._count()
         self._step, self._released = step, max(self._released, step)
 
     def released(self, version: int) -> None:
-        """The trainer has released a version, and wants the batch of that step next."""
+        """The trainer has released a version, and wants this step's batch next."""
         self._count()
         self._released = max(self._released, version)
 
     def is_due(self, due: bool) -> None:
-        """Whether the batch waits for a group that no later batch could take, while enough others are ready."""
+        """Whether the batch waits for a group too old for later batches, while enough others are ready."""
         if due != self._is_due:
             self._count()
             self._is_due = due
 
     def queues(self) -> dict[str, float]:
-        """As metrics: requests that the engine has, and those of them for which it has no place."""
+        """As metrics: the engine's requests, and how many of them wait for a place."""
         found = {"rollout/requests_open": float(self.requests.number)}
         if self._num_places is not None:
             found["rollout/requests_waiting"] = float(max(0, self.requests.number - self._num_places))
@@ -89,7 +88,7 @@ class IdleTime:
 
     def cut(self, step: int) -> dict[str, float]:
         """The batch of `step` is made. Returns the seconds since the batch before as metrics: of both sides as a whole,
-        and by those reasons that there were."""
+        and by each reason found."""
         self._count()
         taken, self._seconds = self._seconds, {}
         self._step, self._is_due = step + 1, False

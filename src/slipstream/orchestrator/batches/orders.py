@@ -1,8 +1,8 @@
 """Two ways of making batches of rollouts, one after the other, for as long as the run goes on.
 
 `InDataOrder`: the groups of a batch follow from seed and step alone (`training.order = "data"`). `ReadyFirst`: groups
-begin as slots become free, across batches, and a batch is made of those that finish first (`"ready"`), so that the
-engine does not wait for the longest completion of each batch. See `slots.py` for what a batch still waits for.
+begin as slots become free, across batches, and the first to finish make a batch (`"ready"`). So the engine does not
+wait for the longest completion of each batch. See `slots.py` for a batch's remaining waits.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class ReadyFirst:
     versions: Versions
     tasks_of_step: Callable[[int], Sequence[Task]]
     size: int
-    """Groups of a batch that are made here."""
+    """A batch's groups made here."""
     draws: Draws
     """The draws of the task order used up by earlier attempts."""
     overprovision: float = 0.0
     """Surplus groups in progress, as a fraction of `size`."""
     every: int = 1
-    """See `InDataOrder`: a group may begin under a version that is older by all but one of them."""
+    """See `InDataOrder`: a group may begin under a version older by all but one of them."""
 
     def __post_init__(self) -> None:
         self._whole = self.size * self.batcher.share.of
@@ -78,10 +78,10 @@ class ReadyFirst:
         self._began: dict[int, Version] = {}
         self._finished: dict[int, list[Rollout]] = {}
         self._silent: dict[int, list[Rollout]] = {}
-        """Groups without signal that were dropped since the last batch."""
+        """Groups without signal, dropped since the last batch."""
         self._further = math.ceil(self.overprovision * self.size - _ROUNDING)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """By number, what generates each running group."""
+        """By number, the asyncio task of each running group."""
         self._changed = asyncio.Event()
         self._pace = Pace(self.batcher.staleness + 1)
 
@@ -107,7 +107,7 @@ class ReadyFirst:
             watch.cancel()
 
     async def _watch(self, slots: Slots) -> None:
-        """Free the slots of batches whose version is released."""
+        """Free the slots of batches with a released version."""
         while True:
             await self.versions.wait_for(self.versions.released + 1)
             slots.release(self.versions.released)
@@ -152,7 +152,7 @@ class ReadyFirst:
         self._changed.set()
 
     def _leave_out(self, surplus: Sequence[int]) -> dict[int, list[Rollout]]:
-        """Cancel the surplus groups that are running, and drop and return those that have finished."""
+        """Cancel the running surplus groups; drop and return the finished ones."""
         finished = {number: self._finished.pop(number) for number in surplus if number in self._finished}
         for number in surplus:
             group_id = group_name(*divmod(number, self._whole))

@@ -1,7 +1,7 @@
-"""How much is generated in what time, for the speed in a batch's metrics. Pure.
+"""Generated amounts and their time, for the speed in a batch's metrics. Pure.
 
-Where groups of several batches are generated at once, several batches may be cut at one moment, and the time between
-two of them says nothing: `Pace` looks at the last few.
+If groups of several batches are generated at once, several batches may be cut at one moment. The time between two of
+them then says nothing: `Pace` looks at the last few.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SHORTEST_S = 1e-3
 
 @dataclass(frozen=True)
 class Generated:
-    """What was generated in some time."""
+    """Amounts generated in some time."""
 
     seconds: float
     rollouts: float
     tokens: float
-    """Sampled by rollouts that can be trained on."""
+    """Sampled by trainable rollouts."""
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[Rollout]], seconds: float = 0.0) -> Generated:
@@ -41,14 +41,14 @@ class Generated:
 
 
 class Pace:
-    """What was generated for each of the last batches, on average."""
+    """Amounts generated for each of the last batches, on average."""
 
     def __init__(self, num_batches: int) -> None:
         self._cuts: deque[tuple[float, int, int]] = deque(maxlen=num_batches + 1)
         self._rollouts = self._tokens = 0
 
     def begin(self, now: float) -> None:
-        """Generation begins; `now` is by the clock that `cut` is given."""
+        """Generation begins; `now` is by the clock of `cut`."""
         self._cuts.append((now, 0, 0))
 
     def add(self, group: Sequence[Rollout]) -> None:

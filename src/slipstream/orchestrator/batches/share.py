@@ -1,7 +1,7 @@
-"""The part of each batch that one of several orchestrators makes, and the batch that is made of their parts. Pure.
+"""The part of each batch from one of several orchestrators, and the batch of all parts. Pure.
 
-A group keeps the place in the order of the tasks that it would have with one orchestrator, and with it its id and its
-seeds: in the order of the data several make the same batches as one.
+A group has the same place in the order of the tasks as with one orchestrator, and with it the same id and seeds. In the
+order of the data several make the same batches as one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _RATE, _LARGEST = "throughput/", ("time/", "rollout/refills")
 _SIDES = ("engine", "trainer")
 """Each has idle seconds as a whole and by reason; the reasons add up to the whole."""
 _OF_GROUPS = "reward/drawn_mean"
-"""A mean over the rollouts of the groups that were drawn."""
+"""A mean over the rollouts of the drawn groups."""
 _LEFT_OUT = ("no_signal", "surplus")
-"""Why rollouts that could be trained on are not in the batch."""
+"""Why trainable rollouts are not in the batch."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of every `of * size` groups in the order of the tasks, those from `number * size` on are this orchestrator's."""
+    """One orchestrator's groups: `size` from `number * size` on, of every `of * size` in the order of the tasks."""
 
     number: int = 0
     of: int = 1
@@ -38,18 +38,18 @@ class Share:
         return list(items[self.number * size : (self.number + 1) * size])
 
     def place(self, place: int, size: int) -> int:
-        """The place in the whole order of what is at `place` among its own; `size`: groups in its part of a batch."""
+        """The place in the whole order of its own item at `place`; `size`: groups in its part of a batch."""
         batch, own = divmod(place, size)
         return (batch * self.of + self.number) * size + own
 
     def draws(self, numbers: Iterator[int], size: int) -> Iterator[int]:
-        """Those of the draws of the whole order that are its own."""
+        """Its own draws among the draws of the whole order."""
         return (number for number in numbers if number // size % self.of == self.number)
 
 
 def join(parts: Sequence[Batch]) -> Batch:
     """The batch of one step, of the parts of all orchestrators in their order. Times are the longest, rates are over
-    these, idle time is that of the orchestrator with the most, counts are summed up."""
+    these, idle time is the worst orchestrator's, counts are summed up."""
     if len(parts) == 1:
         return parts[0]
     if len(steps := {part.step for part in parts}) > 1:

@@ -1,16 +1,16 @@
-"""Slots: how far generation may run ahead of training, and which finished groups make the next batch. Pure.
+"""Slots: how far generation may run ahead of training, and the choice of finished groups for the next batch. Pure.
 
-With staleness S and P groups in a batch there are (S + 1) * P slots. A group takes one when it begins and gives it back
-when the trainer releases the version made from its batch, or when it is dropped. A group that began under version v may
-be trained at step v + S at the latest.
+With staleness S and P groups in a batch there are (S + 1) * P slots. A group takes one when it begins. It gives it back
+when the trainer releases the version made from its batch, or when it is dropped. A group begun under version v may be
+trained at step v + S at the latest.
 
-Guarantees: batches are made of the groups that finished first, except that a batch takes, and waits for, a group that a
-later batch could not take without its being too old. So no group is ever too old, whatever the order in which groups
-finish: of the groups that must be trained by step k + j, at most (j + 1) * P exist when the batch of step k is cut.
-Where all slots are always full, exactly as many exist, and the batch is the groups that began under version k - S.
+Guarantees: a batch takes the groups finished first, with one exception: a group without room in later batches before it
+is too old goes first, and the batch waits for it. So no group is ever too old, in any order of finishing. When the
+batch of step k is cut, at most (j + 1) * P groups to train by step k + j exist. If all slots are always full, exactly
+as many exist, and the batch is the groups begun under version k - S.
 
-With over-provision there are `further` slots, and as many groups for which a batch does not wait: those that the batch
-has no room for and later ones could not take are its `surplus`, running or finished.
+With over-provision there are `further` slots, and a batch does not wait for as many groups. Its `surplus`, running or
+finished, are the groups without room in it and too old for later ones.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Slots:
-    """The groups of one run, from `first`, the version that the run or its resume began with, to its last step."""
+    """The groups of one run, from version `first`, the beginning of the run or its resume, to its last step."""
 
     size: int
     """P, groups in a batch."""
     staleness: int
     first: int
     num_steps: int
-    """The last batch is that of step `num_steps` - 1; no more groups begin than the batches need."""
+    """The last batch is of step `num_steps` - 1; no more groups begin than the batches need."""
     further: int = 0
-    """Groups that run beyond those that the batches need."""
+    """Running groups beyond the batches' need."""
     step: int = field(init=False)
     """The step of the next batch."""
 
@@ -39,19 +39,19 @@ class Slots:
         self._running: dict[int, int] = {}
         """The latest step of each running group, by number."""
         self._finished: dict[int, int] = {}
-        """The same of finished groups, in the order in which they finished."""
+        """The same of finished groups, in the order of finishing."""
         self._released = self.first
         self.surplus: list[int] = []
-        """Groups that the last cut has left out for good, by ascending number."""
+        """Groups left out for good by the last cut, by ascending number."""
 
     @property
     def num_running(self) -> int:
-        """Groups that are being generated."""
+        """Groups in generation."""
         return len(self._running)
 
     @property
     def num_ready(self) -> int:
-        """Finished groups that are in no batch."""
+        """Finished groups in no batch."""
         return len(self._finished)
 
     @property
@@ -63,12 +63,12 @@ class Slots:
         return max(0, needed + self.further - uncut) if needed > 0 else 0
 
     def release(self, version: int) -> None:
-        """The trainer has released `version`: the slots of the batches that made it are free."""
+        """The trainer has released `version`: the slots of the batches behind it are free."""
         self._released = max(self._released, version)
 
     def is_in_time(self, version: int) -> bool:
-        """Whether one more group that began under `version`, in an earlier attempt, can be trained before it is too
-        old, beside those that must be."""
+        """Whether one more group, begun under `version` in an earlier attempt, can be trained before it is too old,
+        with all others still in time."""
         last = [*self._running.values(), *self._finished.values()]
         return all(
             sum(each <= latest for each in last) < (latest - self.step + 1) * self.size + self.further
@@ -104,7 +104,7 @@ class Slots:
                 return None
             chosen |= dict.fromkeys(picked)
         others = [number for number in self._finished if number not in chosen]
-        others.sort(key=lambda number: self._finished[number] > self.step)  # first those that would be surplus
+        others.sort(key=lambda number: self._finished[number] > self.step)  # first the ones surplus otherwise
         chosen |= dict.fromkeys(itertools.islice(others, self.size - len(chosen)))
         for number in chosen:
             del self._finished[number]
@@ -113,7 +113,7 @@ class Slots:
         return sorted(chosen)
 
     def _leave_out(self) -> None:
-        """Give up the groups that no later batch can take."""
+        """Give up the groups without a later batch."""
         is_over = self.step == self.num_steps
         both = (self._running, self._finished)
         self.surplus = sorted(n for groups in both for n, last in groups.items() if is_over or last < self.step)

@@ -1,7 +1,7 @@
-"""Bounded staleness: how far the policy version that generates may be behind the one that is trained.
+"""Bounded staleness: how far the generating version of the policy may be behind the trained one.
 
 The batch of step k updates version k. Its first token may be of version k - `training.staleness`, so its rollouts wait
-until that version is released; older tokens are refused, and the age of all others is measured.
+for this version's release; older tokens are refused, and the age of all others is measured.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from slipstream.records import Rollout, Version
 
 
 def oldest_version(step: int, staleness: int, first: int, every: int = 1) -> int:
-    """The published version whose release the batch of `step` waits for: a multiple of `every`, or `first`, with which
-    the run or its resume began."""
+    """The published version to await before the batch of `step`: a multiple of `every`, or `first`, the beginning of
+    the run or its resume."""
     return max(first, -(-(step - staleness) // every) * every)
 
 
 def refuse_stale(
     rollouts: Sequence[Rollout], step: int, lineage: int, staleness: int, survivors: Mapping[int, int] | None = None
 ) -> None:
-    """Raise TrainingError for a token of a version that is older than `staleness` allows, or of another lineage. Of the
-    earlier lineages `survivors`, versions up to those steps are allowed: this one's weights descend from them."""
+    """Raise TrainingError for a token of a version older than `staleness` allows, or of another lineage. `survivors`:
+    earlier lineages with their last allowed step; this one's weights descend from them."""
     oldest = max(0, step - staleness)
     allowed = {Version(lineage, k).name for k in range(oldest, step + 1)}
     for earlier, newest in (survivors or {}).items():
@@ -40,7 +40,7 @@ def refuse_stale(
 
 def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Staleness of the sampled tokens, in versions behind `step`: mean over tokens, maximum, and histogram; and the
-    fraction of rollouts that mix versions."""
+    fraction of rollouts with mixed versions."""
     ages: Counter[int] = Counter()
     mixed = 0
     for rollout in rollouts:
@@ -59,7 +59,7 @@ def staleness_metrics(step: int, rollouts: Sequence[Rollout]) -> dict[str, float
 
 
 def _histogram(ages: Mapping[int, int], total: int) -> dict[str, float]:
-    """Parts of the tokens by age: each bin begins with the age in its name, those from 8 on with powers of 2."""
+    """Parts of the tokens by age: each bin begins with the age in its name; from 8 on these are powers of 2."""
     shares = dict.fromkeys(map(_bin, range(max(ages) + 1)), 0.0)
     for age, count in ages.items():
         shares[_bin(age)] += count / total

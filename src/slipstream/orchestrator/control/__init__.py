@@ -1,2 +1,2 @@
-"""How the trainer commands the generating side: commands and answers, their executor, and callers that bring them
+"""How the trainer commands the generating side: commands and answers, their executor, and callers to bring them
 there, within the process or to another."""

@@ -1,4 +1,4 @@
-"""Carries out the trainer's commands where rollouts are generated. All of it belongs to one event loop."""
+"""Carries out the trainer's commands on the generating side. All of it belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Executor:
     make_batch: Callable[[commands.MakeBatch], Awaitable[Batch]]
     settle: Callable[[commands.Settle], None]
     close: Callable[[commands.Close], None]
-    """Writes what is left to be written, once nothing else is done here."""
+    """Writes the last files, once nothing else is done here."""
     num_ended: Callable[[], int]
-    """Counts turns and rollouts that have ended; any thread may ask."""
+    """Counts ended turns and rollouts; any thread may ask."""
     change_weights: Callable[[int, Values[float]], None]
-    """Gets those of a mixture, with the first step of the order of the tasks for which they hold."""
+    """Gets a mixture's weights, with their first step in the order of the tasks."""
     teacher_digest: str
     idle: IdleTime
     saved_step: int = 0
     """The step of the newest whole checkpoint, as far as is known here."""
 
     async def do(self, command: commands.AnyCommand) -> commands.AnyAnswer:
-        """Carry out a command. Raises what the command fails with."""
+        """Carry out a command. Raises its failure."""
         engine = self.engine
         match command:
             case commands.AwaitEngine():
@@ -105,7 +105,7 @@ class Executor:
         return _DONE
 
     def engine_state(self, *, settles: bool) -> commands.EngineState:
-        """Whether the engine runs; with `settles`, after a moment in which a dying one ends. From any thread."""
+        """Whether the engine runs; with `settles`, after a moment for a dying one to end. From any thread."""
         has_ended = ends_soon(self.engine) if settles else not self.engine.is_up
         return commands.EngineState(not has_ended, self.engine.is_in_memory_only, self.engine.wants_weights)
 

@@ -1,6 +1,6 @@
-"""The trainer's handles to the generating side: what the training loop calls `Engine` and `Reader`.
+"""The trainer's handles to the generating side: the training loop's `Engine` and `Reader`.
 
-The trainer's thread calls them; rollouts are made elsewhere as soon as the version that they need is released.
+The trainer's thread calls them; rollouts are made elsewhere as soon as their version is released.
 Guarantees: a failure there ends the trainer's wait with the failure itself; every wait has a deadline.
 """
 
@@ -34,14 +34,14 @@ _CAUSE_S = 5.0
 
 
 class Caller(ABC):
-    """Brings commands to where they are carried out."""
+    """Brings commands to their executor."""
 
     def __init__(self, should_stop: Callable[[], bool]) -> None:
         self.should_stop = should_stop
 
     @abstractmethod
     def submit(self, command: commands.AnyCommand) -> Future[commands.AnyAnswer]:
-        """Send a command; the future has its answer or raises what it failed with. Does not wait."""
+        """Send a command; the future has its answer or raises its failure. Does not wait."""
 
     @abstractmethod
     def activity(self) -> int:
@@ -115,7 +115,7 @@ class Waits:
 
 @dataclass
 class _Beside:
-    """An evaluation that goes on beside training."""
+    """An evaluation beside training."""
 
     step: int
     answer: Future[commands.AnyAnswer]
@@ -143,7 +143,7 @@ class Orchestrator:
     waits: Waits
     hooks: TrainerHooks
     hold: Callable[[int | None], None] = lambda step: None
-    """Told of which step the files must stay, as an engine stays on that version; None: of none."""
+    """Told the step of the files to keep, while an engine stays on this version; None: of none."""
     last_evaluation: Evaluation | None = None
     _has_started: bool = False
     _beside: _Beside | None = None
@@ -174,7 +174,7 @@ class Orchestrator:
         try:
             ticket = self.publish(step, announce)
         except WeightsError as error:
-            # Where the receiver failed too, that is the cause, and the sender's error a consequence.
+            # If the receiver failed too, its error is the cause, and the sender's a consequence.
             for future in applying:
                 cause = _failure_of(future)
                 if cause is not None:
@@ -233,7 +233,7 @@ class Orchestrator:
         return found.metrics()
 
     def roll_out(self, step: int, items: Sequence[int], *, seed: int, temperature: float) -> list[Rollout]:
-        """One rollout of each of these training tasks by version `step`, which the engine holds, in their order."""
+        """One rollout of each of these training tasks by version `step`, in their order. The engine holds it."""
         command = commands.RollOut(step, list(items), seed, temperature)
         waits_for = f"the rollouts of step {step}"
         options = {"while_silent": True, "attend": partial(self.mend, step)}
@@ -246,7 +246,7 @@ class Orchestrator:
         return self.caller.submit(command)
 
     def take(self, answer: Future[commands.AnyAnswer], step: int) -> Batch:
-        """The batch that was asked for, in training step `step`."""
+        """The requested batch, in training step `step`."""
         waits_for, mend = f"the rollouts of step {step}", partial(self.mend, step)
         made = self.caller.wait(answer, commands.Made, self.waits.rollouts_s, waits_for, while_silent=True, attend=mend)
         self.hooks.batch_taken()
@@ -281,7 +281,7 @@ class Takes(Protocol):
 
 @dataclass
 class RolloutReader:
-    """Implements the training loop's `Reader`: batches of rollouts that are made in the background, in order."""
+    """Implements the training loop's `Reader`: batches of rollouts, made in the background, in order."""
 
     caller: Caller
     transport: Takes
@@ -293,7 +293,7 @@ class RolloutReader:
     _making: Future[commands.AnyAnswer] | None = None
 
     def start(self, command: commands.MakeBatches) -> None:
-        """Have batches made, each as soon as a version that is new enough is released."""
+        """Have batches made, each as soon as a new enough version is released."""
         self._making = self.caller.submit(command)
 
     def take(self, step: int) -> Batch:
@@ -303,7 +303,7 @@ class RolloutReader:
             try:
                 receipt, batch = self.transport.take(POLL_S)
             except DeadlineError:
-                self._refuse_stop(step)  # first: what makes the batches may have got the same signal
+                self._refuse_stop(step)  # first: the maker of batches may have got the same signal
                 self._raise_failure(0.0)
                 self.mend(step)
                 silence.poll()
@@ -313,7 +313,7 @@ class RolloutReader:
                 raise
             else:
                 self.transport.ack(receipt)
-                with suppress(DeadlineError):  # a server that is away cannot say
+                with suppress(DeadlineError):  # an absent server cannot say
                     batch.metrics["rollout/batches_ready"] = float(len(self.transport))
                 self.hooks.batch_taken()
                 return batch
@@ -327,7 +327,7 @@ class RolloutReader:
             raise Interrupted(f"stopped while waiting for the rollouts of step {step}: continue with --resume")
 
     def _raise_failure(self, within_s: float) -> None:
-        """Raise what the making of batches failed with, if it does so in time."""
+        """Raise the failure of making batches, if it comes in time."""
         assert self._making is not None
         failure = _failure_of(self._making, within_s)
         if failure is not None:
@@ -335,7 +335,7 @@ class RolloutReader:
 
 
 def _failure_of(future: Future[Any], within_s: float | None = None) -> BaseException | None:
-    """What work elsewhere fails with, soon after this side did; None where it goes on, had all it needed, or was
+    """The failure of work elsewhere, soon after this side's; None if it goes on, had all it needed, or was
     cancelled."""
     try:
         return future.exception(_CAUSE_S if within_s is None else within_s)

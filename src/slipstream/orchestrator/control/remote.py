@@ -1,8 +1,8 @@
 """Commands to a generating side in another process, over transports: `RemoteCaller` there, `serve` here.
 
-Requests go one way, and messages the other: replies, and notices of what happens (events, warnings, progress), which
-the trainer's process writes, as it owns the run folder. Guarantees: a command is answered once; notices come in order,
-and before the reply that follows them; when the other side ends, every open command fails and says so.
+Requests go one way, and messages the other: replies and notices (events, warnings, progress). The trainer's process
+writes the notices: it owns the run folder. Guarantees: a command is answered once. Notices come in order, and before
+the reply after them. When the other side ends, every open command fails and says so.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from slipstream.transport import Transport, TransportAway, TransportClosed, Tran
 _SILENCE_S = 60.0
 """How long the other side may give no sign of life, or the place of the queues be out of reach."""
 _LONGEST_POLL_S = 15.0
-"""More than a server that does not answer holds a poll up."""
+"""Upper bound of a poll's time at an unresponsive server."""
 _BEAT_S = 2.0
 _CANCEL_S = 15.0
 """How long cancelled work may take to end."""
 _NOTICE_S = 0.05
-"""How long a notice waits for others, with which it is sent."""
+"""How long a notice waits for others, to be sent together."""
 _STATE_S = 15.0
 _SERVING = "serving the trainer"
-"""What a process that serves says in its heartbeat; it gets on whenever a turn or rollout ends."""
+"""Heartbeat text of a serving process; each end of a turn or rollout is its progress."""
 PLACES = 1024
 """Capacity of the two transports."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A command; without one, the request of that number is cancelled."""
+    """A command; without one, a cancellation of the request `number`."""
 
     number: int
     command: commands.AnyCommand | None
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What a command failed with: the name of an error of `slipstream.errors`, or of a bug."""
+    """The error of a failed command. `kind`: the name of an error of `slipstream.errors`, or of a bug."""
 
     kind: str
     text: str
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """An event for the log; a warning where `kind` is `warning`."""
+    """An event for the log; a warning if `kind` is `warning`."""
 
     kind: str
     fields: dict[str, Any]
@@ -76,7 +76,7 @@ class Progressed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Counted(msgspec.Struct, frozen=True, tag=True):
-    """Numbers that the next row of metrics adds up."""
+    """Numbers to add up in the next row of metrics."""
 
     values: dict[str, float]
 
@@ -91,7 +91,7 @@ Notice = Event | Progressed | Counted | Sampled
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The answer to a request, or what it failed with."""
+    """The answer to a request, or its failure."""
 
     number: int
     answer: commands.AnyAnswer | None
@@ -99,16 +99,16 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What has happened since the last message and, after that, a reply."""
+    """Notices since the last message and, after them, a reply."""
 
     notices: list[Notice]
     num_ended: int | None
-    """Turns and rollouts that have ended; None in a sign of life (`Beats`)."""
+    """Ended turns and rollouts; None in a sign of life (`Beats`)."""
     reply: Reply | None = None
 
 
 class RemoteCaller(Caller):
-    """Sends commands to a process that runs `serve`, and hears what it says in a thread of its own."""
+    """Sends commands to a process in `serve`, and hears its messages in a thread of its own."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class RemoteCaller(Caller):
         silent: Callable[[float], SlipstreamError],
         should_stop: Callable[[], bool],
     ) -> None:
-        """`on_notice` is called in order. `ended`: why the other side has ended; None while it lives. `silent` ends it,
-        after it has said nothing for the given seconds, and returns what the run is told."""
+        """`on_notice` is called in order. `ended`: why the other side has ended; None while it lives. `silent` ends it
+        after the given seconds of silence, and returns the run's error."""
         super().__init__(should_stop)
         self._silent = silent
         self._requests = requests
@@ -156,7 +156,7 @@ class RemoteCaller(Caller):
         self._outgoing.put(Request(number, None))
 
     def _send(self) -> None:
-        """Send what was submitted, in a thread of its own, so that nobody else waits for a server that is silent."""
+        """Send submitted requests, in a thread of its own: no other thread waits for a silent server."""
         request: Request | None = None
         while not self._closed.is_set():
             try:
@@ -164,8 +164,8 @@ class RemoteCaller(Caller):
                 self._requests.put(request, POLL_S)
                 request = None
             except (queue.Empty, DeadlineError):
-                continue  # that nothing is heard, the other thread notices
-            except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
+                continue  # the other thread notices silence
+            except Exception as error:  # noqa: BLE001 (open commands fail with it)
                 self._fail(error)
                 return
 
@@ -200,9 +200,9 @@ class RemoteCaller(Caller):
                     if (why := self._ended()) is not None:
                         if is_last:
                             raise why from None
-                        is_last = True  # what it said right before its end may have come since
+                        is_last = True  # its last messages may have come since
                         continue
-                    # Time for which this process itself was stopped does not count.
+                    # Time of a stop of this process itself does not count.
                     waited_s = min(time.monotonic() - began, _LONGEST_POLL_S)
                     if isinstance(error.__cause__, Unreachable):
                         away_s += waited_s
@@ -216,7 +216,7 @@ class RemoteCaller(Caller):
                 silence_s = away_s = 0.0
                 self._hear(message)
                 self._messages.ack(receipt)
-        except Exception as error:  # noqa: BLE001 (whoever waits learns of it)
+        except Exception as error:  # noqa: BLE001 (open commands fail with it)
             self._fail(error)
 
     def _hear(self, message: Message) -> None:
@@ -249,8 +249,8 @@ class RemoteCaller(Caller):
 
 
 class Beats:
-    """In this context a thread sends a sign of life every two seconds, whatever the other threads do: it needs the
-    interpreter for an instant only, during imports, loading and compilation too."""
+    """In this context a thread sends a sign of life every two seconds, even during imports, loading and compilation in
+    other threads: it needs the interpreter for an instant only."""
 
     def __init__(self, messages: Transport[Message]) -> None:
         self._messages = messages
@@ -297,7 +297,7 @@ class Outbox:
         return items
 
     def take_warnings(self) -> list[str]:
-        """The texts of the warnings since the last call of `take`, for where nothing is sent any more."""
+        """The texts of the warnings since the last call of `take`, for use after the last send."""
         return [item.fields["message"] for item in self.take() if isinstance(item, Event) and item.kind == "warning"]
 
     def put_back(self, items: list[Notice]) -> None:
@@ -308,7 +308,7 @@ class Outbox:
 
 @dataclass
 class NoticeLog:
-    """An `EventLog` whose lines another process writes."""
+    """An `EventLog` written by another process."""
 
     outbox: Outbox
     folder: Path
@@ -332,7 +332,7 @@ class NoticeLog:
 
 
 class NoticeProgress:
-    """A `Progress` that another process shows; of a run's whole it shows nothing."""
+    """A `Progress` shown by another process; it shows nothing of the whole run."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -362,8 +362,8 @@ class NoticeProgress:
 
 
 async def serve(executor: Executor, requests: Transport[Request], messages: Transport[Message], outbox: Outbox) -> None:
-    """Carry out requests until `commands.Close`, before which all other work is cancelled. Raises what keeps replies
-    from being sent; while the other side only does not read, it waits."""
+    """Carry out requests until `commands.Close`; all other work is cancelled before it. Raises if replies cannot be
+    sent; waits while the other side merely does not read."""
     sending, tasks, num_told = asyncio.Lock(), dict[int, asyncio.Task[None]](), -1
     broken: list[Exception] = []
 

@@ -18,7 +18,7 @@ from slipstream.transport import Receipt, Transport
 
 A = TypeVar("A", bound=commands.Answer)
 _OF_THE_FIRST = (commands.Evaluate, commands.RollOut, commands.AskTeacher)
-"""Commands that one orchestrator carries out for all."""
+"""Commands for one orchestrator alone, in place of all."""
 _REPLICA = "replica_"
 
 
@@ -77,24 +77,24 @@ class SeveralCallers(Caller):
 
 
 class JoinedBatches:
-    """What a reader takes: the batch of a step, once all orchestrators have put their parts of it."""
+    """A reader's batches: the batch of a step, once all orchestrators have put their parts of it."""
 
     def __init__(self, transports: Sequence[Transport[Batch]]) -> None:
         self._transports = transports
         self._taken: list[tuple[Receipt, Batch]] = []
 
     def take(self, timeout_s: float) -> tuple[Receipt, Batch]:
-        """See `Transport`; what was taken when the deadline came is kept for the next call."""
+        """See `Transport`; parts taken before the deadline are kept for the next call."""
         while len(self._taken) < len(self._transports):
             self._taken.append(self._transports[len(self._taken)].take(timeout_s))
         return "", join([batch for _, batch in self._taken])
 
     def __len__(self) -> int:
-        """Batches of which all parts are there."""
+        """Batches with all parts there."""
         return min(len(transport) for transport in self._transports)
 
     def ack(self, receipt: Receipt) -> bool:
-        """See `Transport`; of the parts that were taken last."""
+        """See `Transport`; of the last taken parts."""
         taken, self._taken = self._taken, []
         valid = [transport.ack(own) for transport, (own, _) in zip(self._transports, taken, strict=True)]
         return all(valid)
@@ -133,7 +133,7 @@ def _all_of(
 
 
 def _of(answers: Sequence[commands.AnyAnswer], kind: type[A]) -> list[A]:
-    """All answers, which must be of one kind."""
+    """All answers; they must be of one kind."""
     found = [answer for answer in answers if isinstance(answer, kind)]
     if len(found) < len(answers):
         raise TypeError(f"orchestrators answered {' and '.join(sorted({type(each).__name__ for each in answers}))}")
@@ -141,7 +141,7 @@ def _of(answers: Sequence[commands.AnyAnswer], kind: type[A]) -> list[A]:
 
 
 def _state(states: Sequence[commands.EngineState]) -> commands.EngineState:
-    """Whether all engines run, and whether one that does not had the only copy of the weights."""
+    """Whether all engines run, and whether a dead one had the only copy of the weights."""
     down = [state for state in states if not state.is_up]
     is_in_memory_only = any(state.is_in_memory_only for state in down or states)
     return commands.EngineState(not down, is_in_memory_only, any(state.wants_weights for state in states))

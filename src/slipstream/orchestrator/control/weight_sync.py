@@ -1,4 +1,4 @@
-"""The trainer's side of a run with an engine: what it publishes, and its handles to where rollouts are generated."""
+"""The trainer's side of a run with an engine: its publisher, and its handles to the generating side."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5.0
 _LEAVE_S = 5.0
-"""How long engines may take to leave a process group between two steps; whatever ended the run, the rest waits."""
+"""How long engines may take to leave a process group between two steps. At the run's end everything else waits."""
 
 
 def connect(
@@ -54,13 +54,13 @@ def connect(
     saved_step: Callable[[], int],
     servers: Sequence[ServerFacts] = (),
 ) -> tuple[Orchestrator, Publisher]:
-    """Create the training loop's engine, and the publisher of the weights of `learner`, which the caller closes.
-    `saved_step`: see `Orchestrator`. `servers`: those of the plan."""
+    """Create the training loop's engine, and the publisher of the weights of `learner`; the caller closes it.
+    `saved_step`: see `Orchestrator`. `servers`: the plan's."""
     publisher, published = _publisher(config, learner, log.folder / "weights", caller, log, servers)
 
     def publish(step: int, announce: Announce) -> Ticket:
         ticket = publisher.publish(published(), step, log.lineage, announce)
-        # Where a group meets is its members' matter: servers have a secret in it.
+        # A group's meeting address is its members' matter: servers have a secret in it.
         kept = msgspec.structs.replace(ticket, location="") if ticket.bridge == "broadcast" else ticket
         log.published(kept, **publication_fields(ticket))
         log.note(update_metrics(ticket))
@@ -95,7 +95,7 @@ class RunHooks(TrainerHooks):
 
     @contextlib.contextmanager
     def waiting_for_engine(self) -> Generator[None]:
-        """The wait is a stage of its own, except under the restart bridge, which starts the engine in the update."""
+        """The wait is a stage of its own, except under the restart bridge: this starts the engine in the update."""
         if self._config.weights.bridge == "restart":
             yield
             return
@@ -113,8 +113,8 @@ class RunHooks(TrainerHooks):
                 self._take_turns("wake", commands.Wake(self._config.weights.apply_timeout_s))
 
     def repeats_update(self, error: SlipstreamError) -> bool:
-        """Whether a version whose update failed with `error` is published once more: where one engine of several, of
-        one or several orchestrators, died in a broadcast, which those that are left cannot finish. The whole version
+        """Whether to publish a version once more after its update failed with `error`: if one engine of several, of
+        one or several orchestrators, died in a broadcast. The remaining engines cannot finish it. The whole version
         then goes over a new process group."""
         servers = self._config.inference.servers
         if self._config.weights.bridge != "broadcast" or (num_engines(self._config) == 1 and not servers):
@@ -125,7 +125,7 @@ class RunHooks(TrainerHooks):
         return has_died
 
     def wants_weights(self) -> bool:
-        """Asks only where there are servers."""
+        """Asks only if there are servers."""
         if not self._config.inference.servers:
             return False
         wants = self._caller.engine_state(settles=False).wants_weights
@@ -153,12 +153,12 @@ class RunHooks(TrainerHooks):
         self._log.note(metrics)
 
     def version_evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Keep the answers to the first held-out tasks, which are the same in every evaluation."""
+        """Keep the answers to the first held-out tasks: the same ones in every evaluation."""
         for rollout in evaluation.rollouts[: self._config.run.save_samples]:
             self._log.sample(sample_of(rollout, step, f"{self._log.lineage}.{step}", split="eval"))
 
     def version_released(self, step: int) -> None:
-        """Under SFT an engine that has only evaluated sleeps until the next version."""
+        """Under SFT an engine only for evaluation sleeps until the next version."""
         if not generates_for(self._config, step):
             self.batch_taken()
 
@@ -185,8 +185,8 @@ def _publisher(
     log: EventLog,
     servers: Sequence[ServerFacts],
 ) -> tuple[Publisher, Callable[[], NamedWeights]]:
-    """Create the trainer's half of the bridge from the model of `learner`; also returns the weights to publish, those
-    of the adapter or of the whole model. `folder` is for bridges that write files."""
+    """Create the trainer's half of the bridge from the model of `learner`; also returns the weights to publish: the
+    adapter's or the whole model's. `folder` is for bridges with files."""
     name, timeout_s = config.weights.bridge, apply_timeout_s(config)
     model = learner.model
     if publishes_adapter(config):
@@ -196,7 +196,7 @@ def _publisher(
     assert name != "lora"
 
     def held() -> Version | None:
-        # An engine that died is restarted first.
+        # A dead engine is restarted first.
         longest_s = timeout_s + config.inference.start_timeout_s
         return caller.call(
             commands.AskHeld(), commands.Held, longest_s, "the engine to say which version it holds"
@@ -211,7 +211,7 @@ def _publisher(
         problem = ""
         try:
             caller.call(command, commands.Done, _LEAVE_S, waits_for, may_stop=False)
-        except (SlipstreamError, CancelledError, RuntimeError) as error:  # what ended the run may have ended them
+        except (SlipstreamError, CancelledError, RuntimeError) as error:  # they may have ended with the run
             problem = one_line(error)
         log.event("weight_group_left", problem=problem)
 
@@ -241,7 +241,7 @@ def _publisher(
 
 
 def _are_others(servers: Sequence[ServerFacts]) -> bool:
-    """Whether no server is on the trainer's GPU, where NCCL would refuse the two."""
+    """Whether no server is on the trainer's GPU: NCCL would refuse two ranks there."""
     import torch
 
     own = str(torch.cuda.get_device_properties(0).uuid)
@@ -249,8 +249,7 @@ def _are_others(servers: Sequence[ServerFacts]) -> bool:
 
 
 def update_metrics(ticket: Ticket) -> dict[str, float]:
-    """Metrics for the step's row: bytes sent and, where versions are compared, the fraction of elements that
-    changed."""
+    """Metrics for the step's row: bytes sent and, if versions are compared, the fraction of changed elements."""
     metrics = {"update/bytes": float(ticket.num_bytes)}
     if ticket.changed_fraction is not None:
         metrics["update/changed_fraction"] = ticket.changed_fraction

@@ -1,17 +1,17 @@
 """Packed attention: all sequences of a micro-batch are in one row `[1, T]`, and each attends only to itself.
 
-A continuation attends to its whole prefix, which the row holds once for all of them, and causally to itself.
+A continuation attends to its whole prefix, held by the row once for all of them, and causally to itself.
 Guarantees: no `[T, T]` mask, no padding in any linear layer, and on a CPU the same bits for the same input and
-thread count. Padding exists only inside this function (see `row_layout`), on the right, where a causal kernel
-ignores it without a mask; only continuations, segments longer than a sliding window, and images whose tokens attend
-to one another need a mask.
+thread count. Padding exists only inside this function (see `row_layout`), on the right: a causal kernel
+ignores it there without a mask. A mask is needed only by continuations, by segments longer than a sliding window,
+and by images with mutual attention of their tokens.
 
-The layout reaches the function as a keyword argument that transformers models pass through to their
-attention interface. A model that loses it on the way, or asks for something this function does not do
+The layout reaches the function as a keyword argument, passed on by transformers models to their
+attention interface. A model that loses it on the way, or asks for something unknown to this function
 (soft-capping, sinks, biases), gets a ConfigError; nothing is silently left out.
 
 On a GPU, in half precision, it is one custom operation (`slipstream::ragged_attention`), opaque to torch.compile, so
-that a compiled layer is one graph for rows of any layout without such images.
+a compiled layer is one graph for rows of any layout without such images.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _padded(
         query_BHQD, key_BKJD, value_BKJD = (part.unflatten(0, (num_blocks, -1)).transpose(1, 2) for part in parts)
         num_groups = query_BHQD.shape[1] // key_BKJD.shape[1]
         if mask is not None and query.is_cuda and num_groups > 1:
-            # The kernel that takes masks wants as many heads of keys as of queries; without it, all scores are kept.
+            # The kernel with masks wants as many heads of keys as of queries; without it, all scores are kept.
             key_BKJD, value_BKJD = (each.repeat_interleave(num_groups, 1) for each in (key_BKJD, value_BKJD))
             num_groups = 1
         output_BHQD = scaled_dot_product_attention(
@@ -182,7 +182,7 @@ def _ragged_attention_backward(
     if newer := _newer(query, key, window, layout):
         of_query, of_keys, of_values = flash4.backward(newer, grad, query, keys, values, output, lse, layout, scale)
     else:
-        # The state of a dropout that there is not.
+        # The state of an absent dropout.
         state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
         given, options = _of_flash(layout, scale, window)
         states = (query, keys, values, output, lse)

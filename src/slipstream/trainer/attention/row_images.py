@@ -1,8 +1,8 @@
-"""The images of a packed row: where their placeholder tokens lie, and the rotary positions that follow from them.
+"""The images of a packed row: positions of their placeholder tokens, and the rotary positions from these.
 
-Positions are those of mRoPE (Qwen2-VL, arXiv 2409.12191): frame, row and column of each token. A text token has the
-same number in all three. The tokens of an image begin at the next free number p: frame f, row r and column c have
-p + f, p + r and p + c; the text after it goes on at p plus the larger of its rows and columns.
+Positions are mRoPE's (Qwen2-VL, arXiv 2409.12191): frame, row and column of each token. A text token has the same
+number in all three. The tokens of an image begin at the next free number p: frame f, row r and column c have p + f,
+p + r and p + c. The text after it goes on at p plus the larger of its rows and columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RowImages:
         self._segments: list[tuple[records.Sequence, int, int]] = []
 
     def add(self, sequence: records.Sequence, start: int, end: int, origin: int) -> None:
-        """Tokens `start` to `end` of a sequence, which begin at row position `origin`."""
+        """Tokens `start` to `end` of a sequence, from row position `origin` on."""
         self._segments.append((sequence, start, end))
         for media in sequence.media:
             first, last = media.start, media.start + media.num_tokens
@@ -49,12 +49,12 @@ class RowImages:
                 )
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Row positions, first and past the last, of each image whose tokens all attend to one another."""
+        """Row positions, first and past the last, of each image with mutual attention of all its tokens."""
         found = [(image.start, image.media.num_tokens) for image in self.found if image.media.sees_itself]
         return [(start, start + num_tokens) for start, num_tokens in found]
 
     def rotary_ids(self) -> Tensor | None:
-        """`[3, T]`; None without images that have a grid."""
+        """`[3, T]`; None without images with a grid."""
         if not any(image.media.num_tokens and image.media.grid[0] for image in self.found):
             return None
         parts = [
@@ -65,8 +65,8 @@ class RowImages:
 
 
 def image_positions(length: int, images: Iterable[tuple[int, Grid]]) -> Tensor:
-    """Positions `[3, length]` of a sequence with images, each by its first token and its grid, in their order; those of
-    an image that lies beyond `length` are left out."""
+    """Positions `[3, length]` of a sequence with images, each by its first token and its grid, in their order; images
+    beyond `length` are left out."""
     parts: list[Tensor] = []
     end = following = 0
     for start, grid in images:

@@ -1,8 +1,8 @@
-"""The layout of a packed row, and its conversion to the layouts that attention kernels take.
+"""The layout of a packed row, and its conversion to the layouts of attention kernels.
 
 A row is a series of segments: whole sequences, and shared prefixes each followed by its continuations. Guarantees: the
-padded attention cost of whole segments is at most 16/9 of sum(length**2), plus that of segments shorter than 64, which
-share a bucket; the gradient of a token that occurs in several slots is summed in a fixed order.
+padded attention cost of whole segments is at most 16/9 of sum(length**2), plus that of the common bucket of segments of
+at most 64 tokens. A token in several slots has its gradient summed in a fixed order.
 
 Index arrays are NumPy's until they are complete: torch divides such small work among all cores, and waiting for them
 took 48 ms a row (3,552 tokens, H200's host). NumPy takes 1 ms.
@@ -71,7 +71,7 @@ class Bucket:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each block is one whole segment, so that a causal kernel needs no mask."""
+        """Whether each block is one whole segment: a causal kernel then needs no mask."""
         return self.queries_BQ is self.keys_BJ
 
 
@@ -124,7 +124,7 @@ class _Block(NamedTuple):
     start: int
     length: int
     origin: int
-    """Where the prefix starts."""
+    """Start of the prefix."""
     shared: int
     """The prefix's length; 0 without one."""
 
@@ -143,18 +143,18 @@ class SegmentLayout:
     """Per segment the index of its prefix segment, or None. Continuations follow their prefix immediately."""
     device: torch.device | str = "cpu"
     blocks: tuple[tuple[int, int], ...] = ()
-    """Row positions, first and past the last, of tokens that all attend to one another: images of some models."""
+    """Row positions, first and past the last, of tokens with mutual attention: images of some models."""
     context: ContextGroup | None = None
     """The ranks of the row, each with a shard of its tokens. None: one rank."""
     has_blocks: bool = field(init=False)
     """Whether there are any. Compiled layers read this: by the blocks they would be compiled for each number."""
     windows_seen: set[int] = field(default_factory=set[int])
-    """The sliding windows that layers requested (0: none), by which a check sees that the layout was used."""
+    """The sliding windows requested by layers (0: none). They show a check the use of the layout."""
     _masks: dict[tuple[int, torch.dtype], list[Tensor | None]] = field(
         default_factory=dict[tuple[int, torch.dtype], list[Tensor | None]]
     )
     layout_id: Tensor = field(default_factory=lambda: torch.tensor(next(_numbers)))
-    """An id `[]` on the CPU, by which custom operations, whose arguments are tensors, look the layout up."""
+    """An id `[]` on the CPU. Arguments of custom operations are tensors; they look the layout up by it."""
 
     def __post_init__(self) -> None:
         self.has_blocks = bool(self.blocks)
@@ -198,7 +198,7 @@ class SegmentLayout:
 
     def masks(self, window: int, dtype: torch.dtype) -> list[Tensor | None]:
         """Additive attention masks of the buckets of `padded`, broadcastable to `[B, heads, Q, J]`. None: the bucket is
-        purely causal. `window`: number of tokens that a query sees, itself included; 0: all."""
+        purely causal. `window`: number of tokens seen by a query, itself included; 0: all."""
         if (window, dtype) not in self._masks:
             self._masks[window, dtype] = [self._mask(bucket, window, dtype) for bucket in self.padded.buckets]
         return self._masks[window, dtype]
@@ -271,7 +271,7 @@ class SegmentLayout:
         return blocks
 
     def _gather(self, slots: list[tuple[Tensor, Tensor]]) -> Gather | None:
-        """Build the gather of `slots`: pairs of row positions and which of them are real."""
+        """Build the gather of `slots`: pairs of row positions and their mask of real ones."""
         index_K, real_K = (
             np.concatenate([part.numpy().ravel() for part in parts]) for parts in zip(*slots, strict=True)
         )
@@ -322,7 +322,7 @@ def _ends(lengths: Sequence[int]) -> Integers:
 
 
 def _bucketed(blocks: list[_Block], lengths: Sequence[int]) -> list[list[_Block]]:
-    """Group blocks by length, longest first: none is shorter than 3/4 of its group's longest, unless that is <= 64."""
+    """Group blocks by length, longest first: none is below 3/4 of its group's longest, unless this is <= 64."""
     groups: list[list[int]] = []
     for place in sorted(range(len(blocks)), key=lambda i: (-lengths[i], i)):
         longest = lengths[groups[-1][0]] if groups else 0
@@ -334,7 +334,7 @@ def _bucketed(blocks: list[_Block], lengths: Sequence[int]) -> list[list[_Block]
 
 
 def _padded_index(blocks: list[_Block]) -> tuple[Tensor, Tensor]:
-    """Row positions `[B, L]` of each block's prefix and own tokens, padded with its last one, and which are real."""
+    """Row positions `[B, L]` of each block's prefix and own tokens, padded with its last one, and the real mask."""
     start_B1, length_B1, origin_B1, shared_B1 = np.array(blocks).T[:, :, None]
     total_B1 = shared_B1 + length_B1
     slots_L = np.arange(total_B1.max())
@@ -351,8 +351,8 @@ def gather_slots(row: Tensor, gather: Gather | None) -> Tensor:
 def sum_slots(slots: Tensor, gather: Gather | None) -> Tensor:
     """The backward of `gather_slots`: gradients of the slots to gradients of the row `[T, ...]`.
 
-    Padding has gradient zero under every mask used here, so that most gradients are copies and only those of shared
-    prefixes are sums. index_select's own backward uses atomic additions, which are slower and unordered.
+    Padding has gradient zero under every mask used here: gradients of shared prefixes are sums, all others copies.
+    index_select's own backward uses atomic additions: slower, and unordered.
     """
     if gather is None:
         return slots
@@ -401,5 +401,5 @@ def take_slots(row: Tensor, gather: Gather | None) -> Tensor:
 
 
 def scatter_slots(slots: Tensor, gather: Gather | None) -> Tensor:
-    """The row `[T, ...]` from slots in which each token occurs once; differentiable."""
+    """The row `[T, ...]` from slots; each token occurs once in them. Differentiable."""
     return slots if gather is None else _ScatterSlots.apply(slots, gather.slot_T)  # pyright: ignore[reportReturnType]

@@ -1,5 +1,5 @@
-"""The Triton kernel of `row_layout.sum_slots`, in one launch: by torch's operations it takes four for each number of
-slots that row positions have."""
+"""The Triton kernel of `row_layout.sum_slots`, in one launch: torch's operations take four for each distinct number of
+slots of a row position."""
 
 from importlib import import_module
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Untyped, and absent on machines without a GPU, where a type checker does not find it.
+# Untyped, and absent on machines without a GPU: a type checker does not find it there.
 # ruff: noqa: ANN001
 # pyright: reportMissingParameterType=false, reportInvalidTypeForm=false
 triton: Any = import_module("triton")

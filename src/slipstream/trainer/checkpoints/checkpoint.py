@@ -1,11 +1,16 @@
 """Atomic checkpoints: complete or absent.
 
-`step-000012/weights/` is a Hugging Face folder (with LoRA an adapter in PEFT's format), `step-000012/state/` the resume
-state (safetensors and JSON; no pickle), `step-000012/fingerprints.json` the fingerprints of the live weights, and
-`step-000012/manifest.json` the list of files with their digests. An older checkpoint loses its state before its
-weights. Guarantees: a kill at any moment leaves every complete checkpoint unchanged; `latest` skips incomplete and
-damaged ones; `load` reads nothing that is not as it was written; an older checkpoint, or its state, is removed only
-when a newer one is complete. The loop defines the content of `extra` (data position, lineage).
+A checkpoint is a folder, for example `step-000012/`:
+
+- `weights/`: a Hugging Face folder; with LoRA an adapter in PEFT's format
+- `state/`: the resume state (safetensors and JSON; no pickle)
+- `fingerprints.json`: the fingerprints of the live weights
+- `manifest.json`: the list of files with their digests
+
+An older checkpoint loses its state before its weights. Guarantees: a kill at any moment leaves every complete
+checkpoint unchanged. `latest` skips incomplete and damaged ones. `load` refuses files not as they were written. An
+older checkpoint, or its state, is removed only when a newer one is complete. The loop defines the content of `extra`
+(data position, lineage).
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ _DAMAGED = "damaged-"
 
 
 class DamagedCheckpoint(TrainingError):
-    """A checkpoint has files that are not as they were written."""
+    """A checkpoint's files are not as they were written."""
 
 
 class Fingerprints(msgspec.Struct, frozen=True):
@@ -71,7 +76,7 @@ class Fingerprints(msgspec.Struct, frozen=True):
 
 class CheckpointStore:
     """The checkpoints of one run in `folder`. Keeps the newest `keep` with their resume state, and the weights of the
-    newest `keep_weights`. One writer at a time. `ends`: what `weights/` is to say of end tokens. `on_whole` is called
+    newest `keep_weights`. One writer at a time. `ends`: the end tokens to note in `weights/`. `on_whole` is called
     after each checkpoint, before older ones are removed."""
 
     def __init__(
@@ -89,9 +94,9 @@ class CheckpointStore:
         self.keep = keep
         self.keep_weights = max(keep, keep_weights)
         self.best_step: int | None = None
-        """The step that the link `best` points to; its weights are always kept."""
+        """The step of the link `best`; its weights are always kept."""
         self.candidate_step: int | None = None
-        """A step that is still being evaluated, and may turn out to be the best; the same."""
+        """A step under evaluation, possibly the next best; its weights are kept too."""
 
     def save(
         self,
@@ -131,7 +136,7 @@ class CheckpointStore:
         return final
 
     def unfinished_bytes(self) -> int:
-        """Bytes written so far of unfinished checkpoints; files that vanish meanwhile are skipped."""
+        """Bytes of unfinished checkpoints so far; files vanishing meanwhile are skipped."""
         num_bytes = 0
         for folder in self._unfinished():
             for file in folder.rglob("*"):
@@ -156,7 +161,7 @@ class CheckpointStore:
         return damage(self._path(step)) is None
 
     def best(self) -> Path | None:
-        """The checkpoint that `best` points to, if it exists and is complete."""
+        """The target of the link `best`, if it exists and is complete."""
         path = self.folder / "best"
         return path.resolve() if path.is_symlink() and damage(path) is None else None
 
@@ -164,8 +169,8 @@ class CheckpointStore:
         return self.folder / f"step-{step:06d}"
 
     def latest(self, *, resumable: bool = True, until: int | None = None) -> Path | None:
-        """The newest complete checkpoint, of step `until` or before if given, that can be resumed from, or with
-        `resumable` false, that has weights; None if there is none."""
+        """The newest complete checkpoint to resume from; with `resumable` false, the newest with weights. `until`: of
+        this step or before. None if there is none."""
         for path in reversed(self.named()):
             if until is not None and _step_of(path) > until:
                 continue
@@ -174,7 +179,7 @@ class CheckpointStore:
         return None
 
     def resumable_steps(self) -> list[int]:
-        """The steps of the checkpoints that have their resume state, whole or not, in order; any thread may ask."""
+        """The steps of all checkpoints with their resume state, whole or not, in order; any thread may ask."""
         found: set[int] = set()
         for path in self.named():
             with contextlib.suppress(DataError):  # it may be being removed
@@ -202,8 +207,8 @@ class CheckpointStore:
         return self.read_extra(path)
 
     def set_aside(self, path: Path) -> Path | None:
-        """Rename a damaged checkpoint, so that the store does not find it, and return its new folder. Without an
-        earlier one to resume from, nothing is changed, and None is returned."""
+        """Rename a damaged checkpoint, to hide it from the store, and return its new folder. Without an earlier one to
+        resume from, nothing is changed, and None is returned."""
         if self.latest(until=_step_of(path) - 1) is None:
             return None
         final = path.with_name(f"{_DAMAGED}{path.name}")
@@ -213,7 +218,7 @@ class CheckpointStore:
 
     @staticmethod
     def read_extra(path: Path) -> dict[str, Any]:
-        """The `extra` of the complete checkpoint in `path`. Raises `DataError` where it is damaged."""
+        """The `extra` of the complete checkpoint in `path`. Raises `DataError` if it is damaged."""
         return decoded(path / _STATE / _EXTRA, dict[str, Any])
 
     @classmethod
@@ -240,8 +245,8 @@ class CheckpointStore:
         return decoded(path / _FINGERPRINTS, Fingerprints)
 
     def _step_aside(self, final: Path) -> None:
-        """Free the name of a checkpoint that is written again. Folders cannot be replaced atomically, so that a
-        complete one stays valid as `.old` until the new one is in place."""
+        """Free the name of a checkpoint before it is written again. Folders cannot be replaced atomically: a complete
+        one stays valid as `.old` until the new one is in place."""
         if not os.path.lexists(final):
             return
         if damage(final) is not None:
@@ -253,7 +258,7 @@ class CheckpointStore:
         final.rename(replaced)
 
     def named(self) -> list[Path]:
-        """Folders that look like checkpoints, oldest step first, a replaced one before its replacement."""
+        """Folders named like checkpoints, oldest step first, a replaced one before its replacement."""
         found = {path: _STEP.fullmatch(path.name) for path in self.folder.glob("step-*")}
         return sorted(
             (path for path, match in found.items() if match and path.is_dir()),
@@ -269,7 +274,7 @@ class CheckpointStore:
         kept |= {self._path(step) for step in (self.best_step, self.candidate_step) if step is not None}
         for path in self.named():
             if path not in kept or path.suffix == ".old":
-                # Renamed first: an interrupted removal must not leave what looks like a checkpoint.
+                # Renamed first: after an interrupted removal the rest must not look like a checkpoint.
                 doomed = path.with_name(f".unfinished-{path.name}")
                 path.rename(doomed)
                 _remove(doomed)
@@ -278,7 +283,7 @@ class CheckpointStore:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file, or a link; the folder that a link names stays: its owner put it there."""
+    """Remove a folder, a file, or a link; the link's folder stays: its owner put it there."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -291,8 +296,8 @@ def _step_of(path: Path) -> int:
 
 def damage(path: Path, *, whole: str | None = None) -> str | None:
     """Why the checkpoint in `path` cannot be used; None if every file of its manifest exists and is intact. `whole`:
-    files whose name begins with this are read to their end, larger ones are else checked by size only, so that a look
-    stays cheap."""
+    files are read to their end if their names begin with this. Else larger ones are checked by size only: a look is
+    cheap."""
     try:
         files = read_manifest(path).files
     except DataError as error:
@@ -317,11 +322,11 @@ def has_state(path: Path) -> bool:
 
 
 def _remove_state(path: Path) -> None:
-    """Remove the resume state of the checkpoint in `path`, which stays complete at every moment."""
+    """Remove the resume state of the checkpoint in `path`. The checkpoint stays complete at every moment."""
     manifest = read_manifest(path)
     kept = {name: facts for name, facts in manifest.files.items() if not is_state(name)}
     _replace_manifest(path, msgspec.structs.replace(manifest, files=kept))
-    # Also what an interrupted removal left.
+    # Also the rest of an interrupted removal.
     for file in (path / _STATE).iterdir():
         if file.name != _EXTRA:
             _remove(file)

@@ -24,7 +24,7 @@ STATE_FOLDER, LOOP_FILE, FINGERPRINTS_FILE = "state", "state.json", "fingerprint
 CRITIC = "critic"
 HASHED_BYTES = 1 << 20
 """Files up to this size are checked by SHA-256 whenever a checkpoint is looked at; the checksum of a larger one is
-compared where it is loaded, exported or verified."""
+compared only when it is loaded, exported or verified."""
 _PIECE_BYTES = 64 << 20
 _THREADS = 8
 
@@ -56,14 +56,14 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Identity:
-    """Properties of a run that a resume must not change."""
+    """Properties of a run; a resume must not change them."""
 
     num_items: int = 0
     """Size of the training set: it determines the order of the data."""
     digests: Mapping[str, str] = field(default_factory=dict[str, str])
     """Digests of tasks, data, code and model, by name."""
     may_differ: frozenset[str] = frozenset()
-    """Names of digests that a resume was allowed to change."""
+    """Names of digests with permission to change in a resume."""
 
     def check(self, extra: Mapping[str, Any]) -> None:
         """Raise `ConfigError` unless a checkpoint with these fields is of the same run."""
@@ -100,7 +100,7 @@ class _EarlyStop(msgspec.Struct):
 
 
 class _LoopState(msgspec.Struct):
-    """The fields of `state.json` that every resume reads."""
+    """The fields of `state.json` for every resume."""
 
     step: int
     lineage: int
@@ -133,7 +133,7 @@ def check_loop_state(extra: dict[str, Any], file: Path, step: int) -> None:
 
 
 def decoded(file: Path, kind: type[T]) -> T:
-    """The content of a JSON file of a checkpoint. Raises `DataError` where it cannot be read as `kind`."""
+    """The content of a JSON file of a checkpoint. Raises `DataError` if it cannot be read as `kind`."""
     try:
         return msgspec.json.decode(read_regular(file), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -153,7 +153,7 @@ def facts_of(file: Path) -> FileFacts:
 
 
 def difference(file: Path, facts: FileFacts, *, whole: bool) -> str:
-    """How `file` differs from when it was written; empty where it does not. `whole`: the content of a larger one is
+    """How `file` differs from its written form; empty if it does not. `whole`: the content of a larger one is
     read too."""
     if not file.is_file():
         return "is missing"
@@ -172,7 +172,7 @@ def difference(file: Path, facts: FileFacts, *, whole: bool) -> str:
 
 def checksum_of(file: Path) -> str:
     """The digest of the CRC-32 of each 64 MiB of a file. It finds damage, not an attack, and takes a fraction of the
-    time that the disk takes for the file: pieces are read by several threads."""
+    time of reading it from the disk: pieces are read by several threads."""
     size = file.stat().st_size
     handle = os.open(file, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Where a run is when its training loop begins: at the start, or after the checkpoint of an earlier attempt."""
+"""State of a run at the beginning of its training loop: at the start, or after the checkpoint of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slipstream.trainer.learner import Learner
 
 @dataclass(frozen=True)
 class Resumed:
-    """The loop's state at its first step; the defaults are those of a new run."""
+    """The loop's state at its first step; the defaults are a new run's."""
 
     checkpoint: Path | None = None
     step: int = 0
     """Number of batches trained on."""
     draws: Draws = field(default_factory=Draws)
-    """Draws of the task order that were trained on or dropped, where batches do not follow it."""
+    """Trained or dropped draws of the task order, if batches do not follow it."""
     trained_steps: int = 0
     steps_without_signal: int = 0
     evaluations: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -31,7 +31,7 @@ class Resumed:
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """See `Session.state`."""
     trained_s: float = 0.0
-    """Seconds that earlier attempts of the same command used of `training.max_seconds`."""
+    """Seconds of `training.max_seconds` used by earlier attempts of the same command."""
 
 
 def load_resumed(

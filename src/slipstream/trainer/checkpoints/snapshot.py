@@ -1,9 +1,9 @@
-"""Copies of a learner's checkpoint state in host memory, so that checkpoints can be written while training continues.
+"""Copies of a learner's checkpoint state in host memory: training continues while checkpoints are written.
 
-Guarantees: a snapshot is consistent, taken between two optimizer commits; it writes what the learner itself would have
-written then. Copies from a GPU are asynchronous: the next update is ordered after them on the stream, and the writer
-waits for them. The memory is allocated once, page-locked for a GPU; each snapshot overwrites the previous one, which
-the caller must have written by then."""
+Guarantees: a snapshot is consistent, taken between two optimizer commits; it writes the same as the learner itself at
+this time. Copies from a GPU are asynchronous: the next update is ordered after them on the stream, and the writer
+waits for them. The memory is allocated once, page-locked for a GPU. Each snapshot overwrites the previous one; the
+caller must have written it by then."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.weights.fingerprint import describe
 
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 256 << 20
-"""Bytes page-locked in one call, which blocks other driver calls."""
+"""Bytes page-locked in one call; it blocks other driver calls."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Snapshots:
         self._buffer = _HostBuffer(learner.model.device)
 
     def preparation(self) -> Callable[[], None]:
-        """A function that allocates the memory, for another thread to call before the next `take`. Useful after the
+        """A function to allocate the memory, for another thread to call before the next `take`. Useful after the
         first update only: optimizers have no states before."""
         live = [tensor for _, tensor in (*self._weights(), *self._learner.state().items())]
         sizes = [tensor.nbytes for tensor in live]
@@ -110,7 +110,7 @@ class _HostBuffer:
         memory = torch.empty(sum(map(_whole_pages, sizes)) + _PAGE_BYTES, dtype=torch.uint8)
         self._bytes, self._sizes = memory[-memory.data_ptr() % _PAGE_BYTES :], list(sizes)
         if self._device.type == "cuda":
-            self._bytes.zero_()  # touches the pages, which takes longer than locking them
+            self._bytes.zero_()  # touches the pages: this takes longer than locking them
             start = 0
             # Whole tensors: a copy must not cross the boundary of a locked piece. The driver refuses empty pieces.
             for piece in runs(filter(None, map(_whole_pages, sizes)), int, _PIECE_BYTES):
@@ -140,7 +140,7 @@ class _HostBuffer:
         return iter(made)
 
     def wait_for_copies(self) -> Callable[[], None]:
-        """A function that waits for all copies queued so far."""
+        """A function to wait for all copies queued so far."""
         if self._device.type != "cuda":
             return lambda: None
         event = torch.cuda.Event(blocking=True)

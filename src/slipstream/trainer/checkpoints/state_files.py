@@ -34,7 +34,7 @@ Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 
 
 def write_state(folder: Path, tensors: Mapping[str, Tensor], step: int) -> None:
-    """Write full tensors into `folder`, which exists."""
+    """Write full tensors into the existing `folder`."""
     stream_tensors(folder / TENSORS_FILE, tensors, durable=True)
     (folder / FACTS_FILE).write_text(json.dumps({"step": step, "torch": torch.__version__}))
 
@@ -54,8 +54,8 @@ def write_shards(folder: Path, shards: Mapping[str, Tensor], rank: int) -> None:
 
 
 def read_state(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
-    """Read the state that any number of ranks wrote: this rank's shard (a local tensor) of what `place` returns a
-    DTensor for, the rest in full. Raises `TrainingError` for files that cannot be read."""
+    """Read the state written by any number of ranks: this rank's shard (a local tensor) if `place` returns a DTensor,
+    else the full tensor. Raises `TrainingError` if files cannot be read."""
     try:
         return _read_state(folder, place)
     except (SafetensorError, OSError) as error:
@@ -90,7 +90,7 @@ def _read_state(folder: Path, place: Place | None) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _by_itself() -> Generator[None]:
-    """Suppress DCP's warning that torch.distributed is not used."""
+    """Suppress DCP's warning of an unused torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,8 +1,8 @@
-"""The schedule of checkpoints, and asynchronous writing: a snapshot in the training thread, then a thread that writes
+"""The schedule of checkpoints, and asynchronous writing: a snapshot in the training thread, then a thread to write
 it.
 
-Guarantees: a checkpoint has the state of the moment of `save`; at most one is being written; an error of a write is
-raised by the next call in the training thread; waiting for a write ends with an error after `QUIET_S` without progress
+Guarantees: a checkpoint has the state of the moment of `save`. At most one is being written. An error of a write is
+raised by the next call in the training thread. Waiting for a write ends with an error after `QUIET_S` without progress
 on the disk. With `beside` false there is no snapshot, and the caller writes."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.trainer.learner import Learner
 EVERY_S = 600.0
 """Under `run.checkpoint_every = "10min"`."""
 MOST_COST = 0.03
-"""Fraction of the time that checkpoints by the clock may take from training."""
+"""Most of training's time to be taken by checkpoints by the clock, as a fraction."""
 QUIET_S = 300.0
 _POLL_S = 0.5
 
@@ -52,7 +52,7 @@ class Schedule:
         return isinstance(self.every, str)
 
     def is_near(self, step: int) -> bool:
-        """Whether a checkpoint will be due soon, so that memory for it should be prepared."""
+        """Whether a checkpoint will be due soon, and memory for it should be prepared."""
         if isinstance(self.every, int):
             return step - step % self.every + self.every < self.num_steps
         return self.clock() - self._since >= self.interval_s / 2
@@ -64,7 +64,7 @@ class Schedule:
         return self.clock() - self._since >= self.interval_s
 
     def saved(self, cost_s: float) -> str:
-        """Record that a checkpoint took `cost_s` seconds from training; returns a warning, or an empty string."""
+        """Record a checkpoint's cost to training of `cost_s` seconds; returns a warning, or an empty string."""
         before, self._since = self.interval_s, self.clock()
         self.interval_s = max(EVERY_S, cost_s / MOST_COST)
         if not self.is_by_clock or self.interval_s <= 1.5 * before:
@@ -180,8 +180,8 @@ class CheckpointWriter:
         """Wait for the write in progress when the run has ended; its errors are only logged."""
         try:
             self.wait()
-        except Exception as error:  # noqa: BLE001 (what ended the run is worth more)
-            with contextlib.suppress(SlipstreamError):  # a full disk, which takes no warning either
+        except Exception as error:  # noqa: BLE001 (the run's own end is worth more)
+            with contextlib.suppress(SlipstreamError):  # a full disk takes no warning either
                 self._log.warning(f"the checkpoint under way was not written: {error}")
             return  # the writing thread may still read the snapshot
         for snapshots in (self._snapshots, self._critics):
@@ -200,7 +200,7 @@ class CheckpointWriter:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 (raised again in the thread that trains)
+            except BaseException as error:  # noqa: BLE001 (raised again in the training thread)
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="checkpoints", daemon=True)

@@ -1,10 +1,10 @@
 """Shards of a model in the memory of the engine's tensor-parallel workers: each rank shares memory with one worker.
 
 vLLM shards most parameters as FSDP2 can, in equal rows or equal columns: for these a rank's shard is its worker's
-tensor. Where the two differ (norms, which vLLM replicates; key heads fewer than workers; vocabularies that do not
-divide evenly) the rank has a shard of its own, and copies the values to its worker after every change. Guarantees: the
-worker's memory is written only after it was compared with the model's files; after `write` returns, all of the worker's
-weights are those of the new version.
+tensor. If the two differ (norms, replicated by vLLM; key heads fewer than workers; vocabularies not evenly divisible)
+the rank has its own shard, and copies the values to its worker after every change. Guarantees: the worker's memory
+is written only after its comparison with the model's files. After `write` returns, all of the worker's weights are the
+new version's.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class WorkerMemory:
         self._places: dict[str, tuple[int, int]] = {}
         """(dimension, first index) of the worker's shard of each parameter."""
         self.dims: dict[str, int] = {}
-        """The shard dimension of each parameter that FSDP2 and vLLM shard alike, so that memory is shared."""
+        """The shard dimension of each parameter sharded alike by FSDP2 and vLLM: its memory is shared."""
         self._placed: set[str] = set()
         self.copied: set[str] = set()
-        """Trained parameters that they shard differently: copied after every change."""
+        """Trained parameters sharded differently: copied after every change."""
         opened, towers = open_weights(workers[rank]), {id(parameter) for parameter in frozen_parameters(model.network)}
         for name, parameter in model.network.named_parameters():
             probe = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
@@ -84,7 +84,7 @@ class WorkerMemory:
 
     @torch.no_grad()
     def write(self, shards: Iterable[Shard]) -> int:
-        """All-gather the parameters in `copied`, of which `shards` are this rank's, and copy the worker's slices to it.
+        """All-gather the parameters in `copied`, from this rank's `shards`, and copy the worker's slices to it.
         Returns the number of bytes copied. Call it after every change."""
         num_bytes = 0
         for name, whole in gathered_everywhere(shards, self._size):
@@ -109,7 +109,7 @@ def shard_like(part: Tensor, parameter: Any) -> Tensor:
 
 
 def _common_shard_dim(parts: Sequence[SharedTensor], shape: tuple[int, ...]) -> int | None:
-    """The dimension along which the workers' `parts` of a parameter are equal, contiguous shards as FSDP2 makes them;
+    """The dimension of the workers' `parts` of a parameter, if these are equal, contiguous shards as FSDP2 makes them;
     None if they are not."""
     dim = parts[0].dim
     each, rest = divmod(shape[dim], len(parts))

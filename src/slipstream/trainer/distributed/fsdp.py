@@ -1,10 +1,10 @@
 """The process group of the trainer ranks, and sharding of models over them by FSDP2.
 
-The ranks meet through a file in a folder that only the user can open. Gloo's sockets listen on the loopback interface,
-or on the node's one towards the others.
-Guarantees: each rank keeps a shard of every parameter, by rows, or by columns where an engine's worker has columns, and
-a frozen vision tower as a whole, so that it reads its own images; gradients are reduce-scattered as sums in float32,
-not averages, because an objective's divisors are those of the whole step; only rank 0 reads the model's files.
+The ranks meet through a file in the user's private folder. Gloo's sockets listen on the loopback interface, or on the
+node's one towards the others.
+Guarantees: each rank keeps a shard of every parameter, by rows, or by columns if an engine's worker has columns. A
+frozen vision tower stays whole on each rank: the rank reads its own images. Gradients are reduce-scattered as sums in
+float32, not averages: an objective's divisors are of the whole step. Only rank 0 reads the model's files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slipstream.trainer.optim.base import add_gradient_, local_tensor
 from slipstream.weights.shards import Shard, part_of
 
 _VARIABLES = {
-    # At a timeout torch aborts the collective instead of the process, so that we can report an error.
+    # At a timeout torch aborts the collective instead of the process: we can report an error.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
@@ -42,8 +42,8 @@ _MARK = "_is_fsdp_managed_module"
 _MAX_MESSAGE_BYTES = 512
 """Of a rank's error message."""
 _kept: list[Any] = []
-"""Keeps process groups alive until exit. DTensor caches their meshes by thread; a child forked by another thread clears
-that cache, and destroying a process group there would wait for threads that the child does not have."""
+"""Keeps process groups alive until exit. DTensor caches their meshes by thread. A child forked by another thread clears
+this cache; destroying a process group there would wait for threads missing in the child."""
 
 
 class RankGroup:
@@ -134,7 +134,7 @@ class RankGroup:
         return (sums / self.num_copies).tolist()
 
     def first_problem(self, own: str) -> str:
-        """All-reduce of error messages: the first rank's that has one, with its number; the same on all ranks."""
+        """All-reduce of error messages: the first nonempty one, with its rank; the same on all ranks."""
         messages = torch.zeros(self.size, _MAX_MESSAGE_BYTES, dtype=torch.uint8, device=self.device)
         text = own.encode()[:_MAX_MESSAGE_BYTES]
         messages[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -145,8 +145,7 @@ class RankGroup:
     def shard(self, model: PolicyModel, *, checked: bool = True, memory: WorkerMemory | None = None) -> None:
         """Shard `model` with rank 0's values: each rank keeps its shard of every parameter but a frozen vision tower's,
         and layers all-gather their weights when they compute. With `memory` the shards lie in the engine worker's
-        memory, whose values must be equal. If `checked`, check afterwards that packed sequences do not attend to one
-        another."""
+        memory; its values must be equal. If `checked`, check afterwards the isolation of packed sequences."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -206,10 +205,10 @@ class RankGroup:
             buffer.data = value
 
     def rows_unsharded(self, modules: Iterable[nn.Module], rows: Iterable[T], count: int) -> Generator[T]:
-        """Yield the `count` rows of a step, for one forward and backward pass each, without resharding `modules` (not
-        their submodules) in between: weights and float32 gradients stay unsharded on this rank until the last backward
-        pass, which reduce-scatters the gradients. Every pass must go through all of the modules. After an error in a
-        row this rank must not be used."""
+        """Yield the `count` rows of a step, for one forward and backward pass each. `modules` (not their submodules)
+        are not resharded in between: weights and float32 gradients stay unsharded on this rank until the last backward
+        pass. This pass reduce-scatters the gradients. Every pass must go through all of the modules. After an error in
+        a row this rank must not be used."""
         sharded: list[Any] = list(modules)
         for module in sharded:
             module.set_reshard_after_forward(False, recurse=False)
@@ -222,8 +221,8 @@ class RankGroup:
             module.set_reshard_after_forward(True, recurse=False)
 
     def rows_gathered(self, modules: Iterable[nn.Module], rows: Iterable[T]) -> Generator[T]:
-        """Yield `rows`, for one forward pass each, without resharding `modules` (not their submodules) before the last
-        one is done, so that their weights can be read after a pass, too."""
+        """Yield `rows`, for one forward pass each. `modules` (not their submodules) are resharded only after the last
+        one: their weights can be read after a pass, too."""
         sharded: list[Any] = list(modules)
         for module in sharded:
             module.set_reshard_after_forward(False, recurse=False)
@@ -241,7 +240,7 @@ def saved_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def replicated(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are not sharded: those of a frozen vision tower."""
+    """The unsharded parameters: a frozen vision tower's."""
     frozen = {id(parameter) for parameter in frozen_parameters(network) if not parameter.requires_grad}
     return ((name, parameter) for name, parameter in network.named_parameters() if id(parameter) in frozen)
 
@@ -252,7 +251,7 @@ def shard_of(name: str, tensor: Tensor) -> Shard:
 
 
 def shard_dim(tensor: Tensor) -> int | None:
-    """The dimension along which a parameter is sharded; None for what is replicated."""
+    """The dimension of a parameter's sharding; None if it is replicated."""
     known: Any = tensor
     if not hasattr(known, "placements"):
         return None
@@ -277,7 +276,7 @@ def _use_fused_accumulation(module: Any) -> None:
 
 def _accumulate(parameter: Any) -> None:
     total = parameter.unsharded_accumulated_grad
-    # A module that took no part in the pass has no unsharded weights.
+    # A module without part in the pass has no unsharded weights.
     if total is not None and (gradient := parameter.unsharded_param.grad) is not None:
         add_gradient_(total, gradient)
         parameter.unsharded_param.grad = None

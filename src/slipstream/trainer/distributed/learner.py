@@ -1,7 +1,7 @@
 """The learner of rank 0 when several trainer ranks share the work; the training loop uses it like any other learner.
 
 Rank 0 sends each primitive to the other ranks as a command (`worker.py`), and all execute it. Guarantees: gradients and
-losses of a step are those of a single process up to rounding; weights are gathered in batches of bounded size, and
+losses of a step equal a single process's up to rounding; weights are gathered in batches of bounded size, and
 fingerprints without gathering. `OtherRanks` knows the other processes and what to do when one dies.
 """
 
@@ -56,7 +56,7 @@ class OtherRanks(Protocol):
 
 
 class ShardedModel:
-    """Rank 0's view of a model that is sharded over the ranks: its weights, and commands to all ranks."""
+    """Rank 0's view of a model sharded over the ranks: its weights, and commands to all ranks."""
 
     def __init__(self, name: str, local: RankModel, others: OtherRanks) -> None:
         self.name, self.local, self.others = name, local, others
@@ -101,7 +101,7 @@ class ShardedModel:
 
     def _gathered(self, what: str) -> Generator[tuple[str, Tensor]]:
         specs = self._stored(what)
-        # `closing` runs first: a consumer that stops early still takes part in the remaining collectives.
+        # `closing` runs first: after an early end of its consumer it still takes part in the remaining collectives.
         with self.others.run_on_others(Gather(self.name, what)), closing(self.local.gather(what)) as tensors:
             if specs is None:
                 for name, tensor in tensors:
@@ -141,7 +141,7 @@ class ShardedModel:
 
 
 class ShardedLearner(Learner):
-    """A `Learner` whose model, called `name`, is sharded over the ranks."""
+    """A `Learner` with its model, called `name`, sharded over the ranks."""
 
     def __init__(self, name: str, local: RankModel, others: OtherRanks, *, micro_batch_tokens: int) -> None:
         assert local.optimizer is not None
@@ -158,7 +158,7 @@ class ShardedLearner(Learner):
         # The ranks of a row all have the sums of the whole row.
         for answer in answers[:: self._sharded.num_together]:
             sums.add(answer.sums)
-        sums.longest_row = answers[0].sums.longest_row  # rank 0's, whose memory is reported with it
+        sums.longest_row = answers[0].sums.longest_row  # rank 0's: its memory is reported too
         return sums
 
     def _prepare(self, learning_rate: float) -> OptimStats:
@@ -171,8 +171,8 @@ class ShardedLearner(Learner):
         self._sharded.all_do(Commit(self._sharded.name))
 
     def named_weights(self) -> NamedWeights:
-        """See the base; iterating gathers them. Models with an adapter, which would have to be merged, are refused by
-        the config's checks."""
+        """See the base; iterating gathers them. The config's checks refuse models with an adapter, since it would have
+        to be merged."""
         assert self.model.adapter is None
         return self._sharded.weights("model")
 

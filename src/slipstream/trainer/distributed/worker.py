@@ -1,8 +1,8 @@
 """Rank 0's commands: every trainer rank applies them to its shard of a model and of its optimizer.
 
-A command is the same for all ranks except for the rows that each computes. Guarantees: all ranks make the same number
-of forward and backward passes (a rank without a row computes a dummy micro-batch), so that collectives match; rank 0
-sums the ranks' results in rank order, in float64. `launch.ranks` transports the commands.
+A command is the same for all ranks, except for each rank's rows. Guarantees: all ranks make the same number of forward
+and backward passes (a rank without a row computes a dummy micro-batch): collectives match. Rank 0 sums the ranks'
+results in rank order, in float64. `launch.ranks` transports the commands.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankBatch(msgspec.Struct, frozen=True):
 
 
 def rank_batch_of(batch: StepBatch, rows: Sequence[Row]) -> tuple[RankBatch, list[int]]:
-    """Extract what a rank needs to compute `rows` of `batch`; also returns its sequences' indices in the batch."""
+    """Extract a rank's inputs for `rows` of `batch`; also returns its sequences' indices in the batch."""
     chosen = [index for row in rows for group in row for index in group]
     place = {index: number for number, index in enumerate(chosen)}
     own = batch.only(chosen)
@@ -105,7 +105,7 @@ class Describe(Command, frozen=True):
 
 
 class Save(Command, frozen=True):
-    """Write this rank's resume state into `folder`, which exists."""
+    """Write this rank's resume state into the existing `folder`."""
 
     doing = "save its state"
     folder: str
@@ -130,10 +130,10 @@ AnyCommand = Score | Backward | Prepare | Commit | Gather | Describe | Save | Lo
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The result of a command. With an `error`, whose exception class is `kind`, the rank has exited."""
+    """The result of a command. With an `error` the rank has exited; `kind` is its exception class."""
 
     predictions: list[Tensor] = []
-    """By kind, those of all the rank's sequences."""
+    """By kind, of all the rank's sequences."""
     sums: Sums = msgspec.field(default_factory=Sums)
     update: OptimStats | None = None
     num_bytes: int = 0
@@ -211,14 +211,14 @@ class RankModel:
     _tensors_of: dict[str, list[tuple[str, Tensor]]] = field(
         default_factory=dict[str, list[tuple[str, Tensor]]], init=False
     )
-    """By `what`, the tensors that `shards` returns the shards of."""
+    """By `what`, the tensors of `shards`."""
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
             self.optimizer.sums_over_ranks = self.group.sums
 
     def do(self, command: AnyCommand) -> Answer:
-        """Execute a command. A ZeroGradientError is raised on all ranks alike and discards only that gradient; after
+        """Execute a command. A ZeroGradientError is raised on all ranks alike and discards only this gradient; after
         any other error this rank must not be used."""
         match command:
             case Score():
@@ -298,7 +298,7 @@ class RankModel:
         return [(names[name], tensor) for name, tensor in own if name in names]
 
     def stored(self, what: str, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """The tensor called `name` in `shards`, under the names and in the layout that are saved and published."""
+        """The tensor called `name` in `shards`, under its saved and published names and in this layout."""
         if what == "adapter":
             return [(name, tensor)]
         return self.model.stored(name, tensor)
@@ -354,7 +354,7 @@ class RankModel:
         self._copy_to_engine()
 
     def _copy_to_engine(self) -> int:
-        """Copy changed weights that the engine's worker shards differently to it; returns the number of bytes."""
+        """Copy changed weights to the engine's worker, if it shards them differently; returns the number of bytes."""
         memory = self.memory
         if memory is None:
             return 0

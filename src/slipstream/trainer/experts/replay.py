@@ -1,12 +1,12 @@
-"""Router replay (R3, arXiv 2510.11370): routers send each token to the experts that the engine chose for it.
+"""Router replay (R3, arXiv 2510.11370): routers send each token to the engine's experts.
 
-The weights of these experts are the trainer's own: its router's softmax over all experts, taken at the given ones, so
-that the router gets its gradient. Without replay a token whose router logits lie close together goes to other experts
-in engine and trainer, and rounding becomes a jump.
+The weights of these experts are the trainer's own: its router's softmax over all experts, taken at the given ones. So
+the router gets its gradient. Without replay a token with close router logits goes to other experts in engine and
+trainer, and rounding becomes a jump.
 
-The choices pass through the decoder as a keyword argument, as the row's layout does, down to each layer's attention,
-before which a hook hands them to the layer's router. So a layer that is computed again in the backward pass gets those
-of its own row.
+The choices pass through the decoder as a keyword argument, like the row's layout, down to each layer's attention. A
+hook before it hands them to the layer's router. So a layer computed again in the backward pass gets the choices of its
+own row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slipstream.trainer.experts.row_choices import RowExperts
 KEYWORD = "engine_experts"
 """The decoder's keyword argument: `RowExperts.ids_TLK`."""
 _ROUTERS = ("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
-"""Routers that take the softmax over all experts first, then the best."""
+"""Routers with a softmax over all experts before the choice of the best."""
 
 
 class ExpertReplay:
-    """The routers of a network that replay the engine's choices, and how often their own would have been others."""
+    """The replaying routers of a network, and how often their own choices would have differed from the engine's."""
 
     def __init__(self, network: nn.Module) -> None:
         """Raises `ConfigError` for a network without routers of a known kind."""
@@ -48,8 +48,8 @@ class ExpertReplay:
         self._counts: list[Tensor] = []
 
     def arguments(self, experts: RowExperts | None) -> dict[str, Tensor]:
-        """The decoder's arguments for a row, of which nothing is counted yet. Raises `TrainingError` for choices of
-        another model."""
+        """The decoder's arguments for a row; sets its counts to 0. Raises `TrainingError` for choices of another
+        model."""
         self._counts = []
         if experts is None:
             return {}
@@ -63,14 +63,14 @@ class ExpertReplay:
         return {KEYWORD: experts.ids_TLK}
 
     def counted(self) -> dict[str, Tensor]:
-        """Pairs of token and layer since `arguments` with a choice of the engine's, and those where the trainer's own
-        set of experts was another. Call it before the backward pass, which may compute layers again."""
+        """Pairs of token and layer since `arguments`: with a choice of the engine's, and with another set of experts in
+        the trainer. Call it before the backward pass: this may compute layers again."""
         counts = torch.stack(self._counts).sum(0) if self._counts else torch.zeros(2)
         differ, compared = counts.unbind()
         return {"experts_differ": differ, "experts_compared": compared}
 
     def _replaying(self, router: Any, own: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Any]:
-        @torch.compiler.disable  # it counts, and what it is handed differs from row to row
+        @torch.compiler.disable  # it counts, and its choices differ from row to row
         def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             given_TK, router.slipstream_given = router.slipstream_given, None
             logits_TE, weights_TK, own_TK = own(hidden_states)
@@ -89,12 +89,12 @@ class ExpertReplay:
 
     @torch.no_grad()
     def _count(self, own_TK: Tensor, ids_TK: Tensor, is_given_T1: Tensor) -> None:
-        is_other_T = (own_TK.sort(-1).values != ids_TK.sort(-1).values).any(-1)  # never where the choice is its own
+        is_other_T = (own_TK.sort(-1).values != ids_TK.sort(-1).values).any(-1)  # never for a choice of its own
         self._counts.append(torch.stack([is_other_T.sum(), is_given_T1.sum()]))
 
 
 def share_that_differs(sums: dict[str, Tensor]) -> dict[str, float]:
-    """The metric of what `ExpertReplay.counted` gave for a step's rows, which is taken out of `sums`; empty without."""
+    """The metric of a step's sums from `ExpertReplay.counted`; takes them out of `sums`. Empty without."""
     differ, compared = sums.pop("experts_differ", None), sums.pop("experts_compared", None)
     if differ is None or compared is None:
         return {}

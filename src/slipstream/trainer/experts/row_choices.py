@@ -1,7 +1,7 @@
-"""The experts that the engine chose for the tokens of a packed row, as a tensor.
+"""The engine's choices of experts for the tokens of a packed row, as a tensor.
 
-A shared prefix has the choices of its group's first sequence, whose tokens the row holds: the engine computes a prompt
-once for all completions of a group, unless new weights came in between.
+A shared prefix has the choices of its group's first sequence: the row holds this one's tokens. The engine computes a
+prompt once for all completions of a group, unless new weights came in between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RowExperts:
     """The choices of a row of T tokens, in L layers of K experts a token."""
 
     ids_TLK: Tensor
-    """int16; `MISSING` where nothing is known, for all layers and experts of a token at once."""
+    """int16; `MISSING` if nothing is known, for all layers and experts of a token at once."""
     highest: int
     """The highest id; known here, as reading it from a GPU would wait for it."""
 
@@ -42,7 +42,7 @@ class RowChoices:
         self._parts.append((sequence.experts, start, end))
 
     def experts(self, device: torch.device | str) -> RowExperts | None:
-        """None where no token of the row has a choice. Raises `TrainingError` for records that contradict themselves or
+        """None if no token of the row has a choice. Raises `TrainingError` for records that contradict themselves or
         one another."""
         shapes = {(given.num_layers, given.per_token) for given, _, _ in self._parts if given is not None}
         if not shapes:
@@ -63,7 +63,7 @@ class RowChoices:
 
 
 def decoded(choices: records.ExpertChoices) -> Any:
-    """The ids `[tokens, L, K]`, a view of the record's bytes. Raises `TrainingError` where they are no such array."""
+    """The ids `[tokens, L, K]`, a view of the record's bytes. Raises `TrainingError` if they are no such array."""
     if not choices.token_bytes or len(choices.data) % choices.token_bytes:
         raise TrainingError(
             f"a sequence has {len(choices.data)} bytes of experts, which are not {choices.num_layers} layers of "

@@ -1,1 +1,1 @@
-"""The policy: a Transformers model that reads packed rows; LoRA, compilation, and what its layers keep."""
+"""The policy: a Transformers model for packed rows; LoRA, compilation, and the activations kept by its layers."""

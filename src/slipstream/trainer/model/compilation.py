@@ -1,9 +1,9 @@
-"""Compiles a model's decoder layers, with a trial that falls back to eager layers when the compiler fails.
+"""Compiles a model's decoder layers, with a trial: if the compiler fails, the layers stay eager.
 
 It also enables fused gradient accumulation (`fused_weight_gradients.py`). Guarantees: after a failed trial, on this or
-another rank, the layers compute as before, and no gradients are left. No rank waits in a collective for one whose
-compiler failed: the trial's passes, which all-gather the layers, run the eager layers, and each compiled layer runs
-beside its eager one.
+another rank, the layers compute as before, and no gradients are left. No rank waits in a collective for one with a
+failed compiler: the trial's passes all-gather and run the eager layers, and each compiled layer runs beside its eager
+one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRIAL_LENGTHS = ((40, 24), (24, 16))
 """Prompt and completion tokens of the sequences of two rows: the second length tests dynamic shapes."""
 _RECOMPILE_LIMIT = 32
 """Compiled variants of a layer: with and without gradients, a row of one token, adapter off, each for policy and
-critic. Beyond its default limit of 8 torch silently falls back to eager, which needs more memory than planned."""
+critic. Beyond its default limit of 8 torch silently falls back to eager: this needs more memory than planned."""
 
 
 _log = logging.getLogger(__name__)
@@ -49,12 +49,12 @@ def compile_layers(
 ) -> str:
     """Compile the layers of `model` and try them on two small rows, with and without gradients. Returns the compiler's
     error on one line if it fails, otherwise an empty string. With several ranks all must call it, and `agree` maps each
-    rank's error to the one that all return.
+    rank's error to the common one.
 
     Call it when the network is complete, with its adapter and sharded, and before optimizers register for gradients.
-    `in_products`: whether to fuse gradient accumulation; None: in a single process, where device and compiler support
-    it; True: on any device, for tests. `row_tokens`: also try rows of up to this length, for which the compiler
-    generates other kernels, which it would otherwise compile in the middle of a step.
+    `in_products`: whether to fuse gradient accumulation; None: in a single process, if device and compiler support it;
+    True: on any device, for tests. `row_tokens`: also try rows of up to this length. The compiler generates other
+    kernels for them, and would otherwise do so in the middle of a step.
     """
     network, count = model.network, 0
     if in_products or (in_products is None and agree is None):
@@ -84,7 +84,7 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
         plain = [layer.forward for layer in layers]
         configure_layers(model.network, model.layers)
         compiled = [layer.forward for layer in layers]
-    except Exception as error:  # noqa: BLE001 - whatever a compiler may raise
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
         problems.append(one_line(error))
         layers, plain, compiled = [], [], []
         configure_layers(model.network, before)
@@ -118,9 +118,9 @@ def _compile(model: PolicyModel, agree: Callable[[str], str] | None, row_tokens:
 
 
 def row_lengths(longest: int, device: torch.device) -> list[int]:
-    """`longest`, and on a GPU lengths below it, each 1.19 times the next: the choice of kernels has bounds at lengths
-    that depend on the model (torch 2.11, hidden size 1,536: 3,413 and 4,096 tokens). Otherwise the first step with a
-    row between two of them waits seconds for its compilation. On a CPU the rows would take longer than that."""
+    """`longest`, and on a GPU lengths below it, each 1.19 times the next. The choice of kernels changes at some
+    lengths, by model (torch 2.11, hidden size 1,536: 3,413 and 4,096 tokens). Without a trial the first step with a row
+    between two of them waits seconds for its compilation. On a CPU the rows would take longer than this."""
     lengths: list[int] = []
     while longest > 2 * sum(_TRIAL_LENGTHS[0]):
         lengths.append(longest)
@@ -131,8 +131,8 @@ def row_lengths(longest: int, device: torch.device) -> list[int]:
 def _with_trial(
     layer: nn.Module, own: Callable[..., Any], tried: Callable[..., Any], problems: list[str]
 ) -> Callable[..., Any]:
-    """Wrap the layer's `own` eager forward so that each call also runs `tried`, the compiled one, forward and backward,
-    until one of `problems` occurred."""
+    """Wrap the layer's `own` eager forward: each call also runs `tried`, the compiled one, forward and backward, until
+    one of `problems` occurred."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not problems:
@@ -142,7 +142,7 @@ def _with_trial(
                 if torch.is_grad_enabled() and inputs:  # layers below the first adapter need no gradient
                     # To the layer's inputs only: gradients of parameters would trigger FSDP2's reduce-scatter.
                     torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs], allow_unused=True)
-            except Exception as error:  # noqa: BLE001 - whatever a compiler, or the compiler that it calls, may raise
+            except Exception as error:  # noqa: BLE001 - a compiler, or one called by it, may raise anything
                 problems.append(one_line(error))
         return own(*args, **kwargs)
 

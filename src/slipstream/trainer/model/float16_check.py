@@ -1,6 +1,6 @@
-"""A trial of a model in float16, whose largest number is 65,504: activations of some models are larger.
+"""A trial of a model in float16: activations of some models are above its largest number, 65,504.
 
-Such a model computes NaN from some token on; the check names the first module that does.
+Such a model computes NaN from some token on; the check names the first module with such an output.
 """
 
 from __future__ import annotations

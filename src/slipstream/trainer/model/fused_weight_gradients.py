@@ -1,11 +1,11 @@
-"""Fused gradient accumulation: linear layers' weight gradients are accumulated in fp32 by the GEMM that computes them.
+"""Fused gradient accumulation: the GEMM of a linear layer's weight gradient accumulates it in fp32.
 
-Without it such a gradient is a bfloat16 matrix that is written, read again and added to the accumulated one. Here the
+Without it the weight gradient is a bfloat16 matrix: written, read again and added to the accumulated one. Here the
 GEMM's output is the accumulated gradient (`Optimizer`'s holders), rounded to fp32 only. The forward GEMM is torch's.
-Compiled layers share one code, so that the custom operation finds the weight by a layer id.
+Compiled layers share one code: the custom operation finds the weight by a layer id.
 
 Only for compiled layers in a single process: plain `nn.Linear` in 16 bits on a GPU with an untied, trained weight.
-Other parameters (embeddings, a tied LM head, biases, norms, adapters) accumulate as usual, and so do all where torch
+Other parameters (embeddings, a tied LM head, biases, norms, adapters) accumulate as usual, and so do all if torch
 has no such GEMM or a trial finds it wrong. `torch.autograd.grad` and double backward do not see these gradients.
 """
 
@@ -35,18 +35,18 @@ _aten: Any = torch.ops.aten
 _numbers, _calls = itertools.count(), itertools.count()
 _linears: WeakValueDictionary[int, AccumulatingLinear] = WeakValueDictionary()
 _holders: Any = WeakTensorKeyDictionary()
-"""By parameter, the tensor whose `grad` is its accumulated gradient."""
+"""By parameter, its holder: the holder's `grad` is the parameter's accumulated gradient."""
 
 
 class AccumulatingLinear(nn.Linear):
-    """A linear layer whose backward pass accumulates the weight's gradient itself; autograd gets none.
+    """A linear layer with its own accumulation of the weight's gradient in the backward pass; autograd gets none.
 
     Without a registered holder the gradient goes to the weight's `grad` as usual. A copy of the layer is a plain
     `nn.Linear`.
     """
 
     layer_id: Tensor
-    """An id `[]` on the CPU, by which the custom operation, whose arguments are tensors, looks the layer up."""
+    """An id `[]` on the CPU. Arguments of custom operations are tensors; they look the layer up by it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """`input W' + bias`."""
@@ -64,7 +64,7 @@ class AccumulatingLinear(nn.Linear):
 
 @torch.compiler.assume_constant_result
 def _next_call() -> int:
-    """A number that differs for each call site in a compiled graph: the compiler would merge two identical operations,
+    """A different number for each call site in a compiled graph: the compiler would merge two identical operations,
     and the accumulated gradient would miss one."""
     return next(_calls)
 
@@ -93,7 +93,7 @@ class _Product(torch.autograd.Function):
     schema="(Tensor grad, Tensor input, Tensor weight, Tensor layer_id, int call) -> Tensor",
 )
 def linear_backward(grad: Tensor, input: Tensor, weight: Tensor, layer_id: Tensor, call: int) -> Tensor:
-    """The gradient `[T, I]` of the input, from the output's `[T, O]`. As a side effect that the graph does not see,
+    """The gradient `[T, I]` of the input, from the output's `[T, O]`. As a side effect, unseen by the graph,
     accumulates the weight's gradient of the layer `layer_id`."""
     layer = _linears.get(int(layer_id))
     if layer is None:
@@ -124,7 +124,7 @@ def accumulate_product(total_OI: Tensor | None, grad_TO: Tensor, input_TI: Tenso
 
 
 def register_holder(parameter: nn.Parameter, holder: Tensor) -> None:
-    """Accumulate `parameter`'s gradients in `holder.grad`; no effect on parameters that accumulate as usual."""
+    """Accumulate `parameter`'s gradients in `holder.grad`; no effect on parameters with the usual accumulation."""
     _holders[parameter] = holder
 
 
@@ -135,7 +135,7 @@ def holder_of(parameter: nn.Parameter) -> Tensor:
 
 def fuse_accumulation(network: nn.Module, *, anywhere: bool = False) -> int:
     """Enable fused accumulation for `network`'s eligible linear layers; returns their number. `anywhere`: also on
-    other devices and dtypes, where it is slow. Idempotent."""
+    other devices and dtypes; it is slow there. Idempotent."""
     found = [layer for layer in _eligible(network) if anywhere or _has_kernel(layer.weight)]
     if found and not anywhere and (wrong := _wrong(found[0].weight.device)):
         _log.warning("weight gradients are accumulated apart from the products that make them (%s)", wrong)
@@ -176,7 +176,7 @@ def _has_kernel(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def _wrong(device: torch.device) -> str:
-    """Try the fused GEMM; returns what is wrong, or an empty string."""
+    """Try the fused GEMM; returns the problem, or an empty string."""
     tokens, outputs, inputs = _SHAPE
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,9 +1,9 @@
 """Features of images by a model's vision tower, for the rows of a step.
 
-Guarantees: the tower reads an image once, however many rows and completions have it: features are kept while they fit
+Guarantees: the tower reads an image once, however many rows and completions have it. Features are kept while they fit
 `MOST_BYTES`, the least recently used ones given up first. A trained tower's features are leaves of each row's graph;
-`backward` passes their summed gradient through the tower once, at the end of the step, so that memory holds the tower's
-activations of a few images only. They are valid until the tower changes (`clear`).
+`backward` passes their summed gradient through the tower once, at the end of the step. So memory holds the tower's
+activations of a few images only. Features are valid until the tower changes (`clear`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_PATCHES = TOWER_PATCHES
 
 @dataclass
 class Features:
-    """Of one image: its placeholder tokens' embeddings, and what is added to the first layers' outputs there
+    """An image's features: its placeholder tokens' embeddings, and the additions to the first layers' outputs there
     (DeepStack), each `[P, D]`."""
 
     parts: list[Tensor]
@@ -54,11 +54,11 @@ class ImageFeatures:
         self._trusted = trust_remote_code
         self._kept: OrderedDict[tuple[str, tuple[int, int, int]], Features] = OrderedDict()
         self.num_read = 0
-        """Images that the tower has read."""
+        """Images read by the tower."""
 
     def frozen(self) -> ImageFeatures:
-        """Features that are nobody else's and get no gradients, of a tower that computes something else (without its
-        adapter); these themselves if the tower is not trained."""
+        """Separate features without gradients, of a tower with another computation (without its adapter); these
+        themselves if the tower is not trained."""
         if not self._trained:
             return self
         return ImageFeatures(self._network, self._folder, trained=False, trust_remote_code=self._trusted)
@@ -83,7 +83,7 @@ class ImageFeatures:
         return found
 
     def _forget(self, needed: set[tuple[str, tuple[int, int, int]]]) -> None:
-        """Give up features beyond `MOST_BYTES`, but none that are `needed` or have a gradient."""
+        """Give up features beyond `MOST_BYTES`, but none with a gradient or among the `needed`."""
         size = sum(features.num_bytes for features in self._kept.values())
         for key in [key for key in self._kept if key not in needed]:
             if size <= MOST_BYTES:
@@ -92,7 +92,7 @@ class ImageFeatures:
                 size -= self._kept.pop(key).num_bytes
 
     def backward(self) -> None:
-        """Pass the gradients that rows left in the features through the tower."""
+        """Pass the rows' gradients of the features through the tower."""
         if not self._trained:
             return
         used = [features.media for features in self._kept.values() if features.parts[0].grad is not None]
@@ -102,7 +102,7 @@ class ImageFeatures:
             for media, features in zip(chunk, self._read(chunk), strict=True):
                 for output, leaf in zip(features.parts, self._kept[_key(media)].parts, strict=True):
                     if leaf.grad is not None:
-                        if output.requires_grad:  # an adapter may be of parts that come later
+                        if output.requires_grad:  # an adapter may be of later parts only
                             outputs.append(output)
                             gradients.append(leaf.grad)
                         leaf.grad = None
@@ -114,7 +114,7 @@ class ImageFeatures:
             self._kept.clear()
 
     def _chunks(self, images: Iterable[Media]) -> Iterator[list[Media]]:
-        """The images in groups that the tower reads at once."""
+        """The images in groups for one call of the tower each."""
         most = _MOST_PATCHES // self._processor.patches_per_token
         return runs(images, lambda image: image.num_tokens, most)
 
@@ -137,8 +137,8 @@ class ImageFeatures:
 
 
 def _by_image(layer: Tensor | Sequence[Tensor], images: Sequence[Media]) -> Sequence[Tensor]:
-    """What a layer of the tower gives for each image. Older versions of transformers return deepstack features of all
-    images in one tensor `[P, D]`; those of images of one size are `[I, P, D]`."""
+    """Outputs of a tower's layer by image. Older versions of transformers return deepstack features of all images in
+    one tensor `[P, D]`, and of images of one size as `[I, P, D]`."""
     if not isinstance(layer, Tensor):
         return layer
     return layer.unbind() if layer.ndim == 3 else layer.split([media.num_tokens for media in images])
@@ -158,7 +158,7 @@ def uses_its_own_attention(network: nn.Module) -> None:
 
 @dataclass
 class RowEmbeddings:
-    """What a decoder reads of a row."""
+    """The decoder's inputs for a row."""
 
     embeds_TD: Tensor
     image_mask_T: Tensor | None = None

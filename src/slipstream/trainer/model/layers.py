@@ -22,7 +22,7 @@ from slipstream.trainer.attention import packed  # noqa: F401  # pyright: ignore
 from slipstream.trainer.model.vision_towers import text_parts
 
 Checkpointing = bool | Literal["selective"]
-"""What the backward pass recomputes. True: everything but a layer's input. "selective": everything but matmul and
+"""Recomputation in the backward pass. True: everything but a layer's input. "selective": everything but matmul and
 attention outputs (selective activation checkpointing). False: nothing."""
 COMPILER = "inductor"
 _MIN_OFFLOAD_BYTES = 1 << 20
@@ -43,7 +43,7 @@ def decoder_layers(network: nn.Module) -> Sequence[nn.Module]:
 
 
 def text_layers(network: nn.Module) -> list[nn.Module]:
-    """The `decoder_layers` of the language model, without those of a vision tower."""
+    """The `decoder_layers` of the language model, without a vision tower's."""
     reached = {module for part in text_parts(network) for module in part.modules()}
     return [layer for layer in decoder_layers(network) if layer in reached]
 
@@ -57,13 +57,13 @@ class LayerOptions:
     """Saved activations wait for the backward pass in host memory. No effect on a CPU."""
     compiled: bool = False
     """torch.compile each layer, for rows of any length; the operations between matmuls and attention are fused. The
-    compiler saves expensive results and recomputes the rest by itself, so that "selective" then changes nothing."""
+    compiler saves expensive results and recomputes the rest by itself: "selective" then changes nothing."""
 
 
 def configure_layers(network: nn.Module, options: LayerOptions) -> None:
     """Replace every decoder layer's `forward` according to `options`; an earlier replacement is undone.
 
-    Transformers' own checkpointing acts in training mode only, which would enable dropout.
+    Transformers' own checkpointing acts in training mode only: this would enable dropout.
     """
     if options == LayerOptions() and not any("forward" in module.__dict__ for module in network.modules()):
         return
@@ -101,7 +101,7 @@ def _checkpoint_policy(_context: Any, operation: Any, *_: Any, **__: Any) -> Che
 
 @cache
 def saved_operations() -> tuple[Any, ...]:
-    """The operations whose outputs selective checkpointing saves: matmuls and attention, on any device."""
+    """The operations with outputs saved by selective checkpointing: matmuls and attention, on any device."""
     aten = torch.ops.aten
     return (
         aten.mm.default,
@@ -129,14 +129,14 @@ class _OffloadedTensor:
 
     def __init__(self, tensor: Tensor, before: _OffloadedTensor | None) -> None:
         self.before = before
-        """The tensor offloaded before this one, which the backward pass needs after it."""
+        """The tensor offloaded before this one; the backward pass needs it after this one."""
         self.device = tensor.device
         self.waiting: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self.back: Tensor | None = None
         self.waiting.copy_(tensor, non_blocking=True)
 
     def fetch(self) -> Tensor:
-        """Start copying it back, unless that has started."""
+        """Start copying it back, unless already started."""
         if self.back is None:
             self.back = self.waiting.to(self.device, non_blocking=True, copy=True)
         return self.back
@@ -156,7 +156,7 @@ class Offloader:
 
     @contextmanager
     def offloading(self) -> Generator[None]:
-        """Context in which autograd's saved tensors are offloaded."""
+        """Context with autograd's saved tensors offloaded."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 

@@ -1,7 +1,7 @@
 """Finds, checks and loads the network of a model folder, and names its stored tensors.
 
-Guarantees: a folder that cannot be trained, or lacks parameters, is refused with the reason; tensors that are shared
-with an engine take the parameters' places without a copy.
+Guarantees: an untrainable folder, or one without all parameters, is refused with the reason. Tensors shared with an
+engine take the parameters' places without a copy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def stored_weights(network: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, by name, that `save_pretrained` would write for this state of the network. Tensors that need no
-    conversion are the state's own, even if many share one storage."""
+    """The tensors of `save_pretrained`, by name, for this state of the network. Tensors without a conversion are the
+    state's own, even if many share one storage."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -55,8 +55,8 @@ class SharedTensors:
 def open_shared(
     path: str, dtype: Literal["float32", "bfloat16", "float16"], workers: Sequence[SharedWeights]
 ) -> SharedTensors | None:
-    """Open the weights of the engine's only worker and check them against the files of the model `path`, which takes
-    as long as reading those; None without workers."""
+    """Open the weights of the engine's only worker and check them against the files of the model `path`; None without
+    workers. The check takes as long as reading the files."""
     if not workers:
         return None
     (shared,) = workers
@@ -112,9 +112,8 @@ def load_network(
 def _place(
     auto: Any, config: Any, folder: Path, shared: SharedTensors | None, trust_remote_code: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Build the network with the parameters `shared`, or without values if that is None. Transformers loads
-    placeholders of the stored names and shapes, which take no memory; each is then replaced by the tensor of its
-    name."""
+    """Build the network with the parameters `shared`, or without values if this is None. Transformers loads
+    placeholders of the stored names and shapes; they take no memory. The tensor of its name then replaces each one."""
     with torch.device("meta"):
         kind: Any = type(auto.from_config(config, trust_remote_code=trust_remote_code))
     dtype = options["dtype"]
@@ -141,8 +140,8 @@ def _place(
 
 
 def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTensors) -> Tensor | None:
-    """One tensor over the shared memory of all that transformers fuses into the parameter `name` (the experts of a
-    layer); None unless the engine stores them contiguously in the same order."""
+    """One tensor over the shared memory of all tensors fused by transformers into the parameter `name` (the experts of
+    a layer); None unless the engine stores them contiguously in the same order."""
     parts = [shared.tensors.get(part) for part, _ in stored_weights(network, {name: torch.empty(shape, device="meta")})]
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts) or sum(part.numel() for part in known) != shape.numel():
@@ -159,7 +158,7 @@ def _fused(network: nn.Module, name: str, shape: torch.Size, shared: SharedTenso
 
 
 def hide_progress_bars() -> None:
-    """Disable transformers' progress bars, which would disturb the run's own view."""
+    """Disable transformers' progress bars: they would disturb the run's own view."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -196,7 +195,7 @@ def check_architecture(folder: Path, trust_remote_code: bool = False, *, packing
 
 
 def packing_obstacle(config: Any) -> str:
-    """Why sequences cannot be packed into one row, as far as the configuration tells; empty where they can."""
+    """Why sequences cannot be packed into one row, as far as the configuration tells; empty if they can."""
     text, network = text_config(config), _network_class(config)
     kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -214,7 +213,7 @@ def packing_obstacle(config: Any) -> str:
 
 def unpacked_attention(config: Any) -> tuple[str, bool]:
     """(implementation, soft-capped): transformers' attention without packing. "sdpa" silently ignores soft-capping and
-    sinks, so that models with these use "eager"."""
+    sinks: models with these use "eager"."""
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
         return "eager", True
     return "sdpa" if getattr(_network_class(config), "_supports_sdpa", True) else "eager", False
@@ -229,7 +228,7 @@ def _network_class(config: Any) -> Any:
 
 
 def _check_config(config: Any, path: str, packing: bool) -> None:
-    """Raise ConfigError for what the configuration alone shows to be untrainable."""
+    """Raise ConfigError if the configuration alone shows an untrainable model."""
     from transformers.models.auto import modeling_auto
 
     mapping: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -1,8 +1,8 @@
-"""LoRA (arXiv 2106.09685): a trainable low-rank product beside each chosen linear layer; and DoRA (arXiv 2402.09353),
-which also trains the norms (magnitudes) of the rows of the sum.
+"""LoRA (arXiv 2106.09685): a trainable low-rank product beside each chosen linear layer. DoRA (arXiv 2402.09353) also
+trains the norms (magnitudes) of the rows of the sum.
 
-Guarantees: the base is frozen, and is the same memory whether the adapter is enabled or not; names, initialization and
-arithmetic are PEFT's, so that adapters can be exchanged with it. There is no dropout: equal weights must give equal
+Guarantees: the base is frozen, and is the same memory whether the adapter is enabled or not. Names, initialization and
+arithmetic are PEFT's: adapters can be exchanged with it. There is no dropout: equal weights must give equal
 log-probabilities.
 """
 
@@ -36,7 +36,7 @@ _BASE, _A, _B, _MAGNITUDE = "base_layer", "lora_A", "lora_B", "lora_magnitude"
 
 
 class LoraLinear(nn.Module):
-    """`base(x) + scaling * B A x`; B starts at zero, so that training starts from the base."""
+    """`base(x) + scaling * B A x`; B starts at zero: training starts from the base."""
 
     def __init__(self, base_layer: nn.Linear, rank: int, scaling: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight, for models that read it."""
+        """The frozen weight, read by some models."""
         return self.base_layer.weight
 
     @property
@@ -85,7 +85,7 @@ class DoraLinear(LoraLinear):
 
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
-        """|V| by row, rounded as `m` is, so that `m / |V|` is exactly 1 before the first update."""
+        """|V| by row, rounded like `m`: `m / |V|` is exactly 1 before the first update."""
         return torch.linalg.vector_norm(self._sum(), dim=1).to(self.weight.dtype)
 
     def _factor(self) -> Tensor:
@@ -113,12 +113,12 @@ class Adapter:
         self.unreached: dict[str, int] = {}
         """See `unreached_parameters`."""
         self.of_tower: frozenset[str] = frozenset()
-        """Names of the layers that belong to a vision tower."""
+        """Names of the vision tower's layers."""
         self._is_exchanged = False
 
     @classmethod
     def attach(cls, network: nn.Module, config: AdapterConfig) -> Adapter:
-        """Freeze `network` and add a fresh adapter to the layers that `config.target_modules` name, under
+        """Freeze `network` and add a fresh adapter to the layers named by `config.target_modules`, under
         `config.with_tower` of a vision tower too.
 
         Raises ConfigError when one of them names no linear layer, or the output head.
@@ -137,7 +137,7 @@ class Adapter:
         excluded = () if config.with_tower else tuple(towers)
         others = modules - layers.keys() - set(in_modules(modules, excluded))
         if targets == ALL_LINEAR or any(selects(config.target_modules, name) for name in others):
-            # Spelled out: other loaders may resolve "all-linear" differently, and adapt what is no linear layer.
+            # Spelled out: other loaders may resolve "all-linear" differently, and adapt other modules too.
             config = replace(config, target_modules=_ends(layers, others))
         adapter = cls(layers, replace(config, excluded=excluded))
         adapter.unreached = unreached
@@ -171,7 +171,7 @@ class Adapter:
 
     @contextmanager
     def switched(self, on: bool) -> Generator[None]:
-        """Context in which the adapter is enabled or disabled."""
+        """Context with the adapter enabled or disabled."""
         before = [layer.enabled for layer in self.layers.values()]
         for layer in self.layers.values():
             layer.enabled = on
@@ -183,8 +183,8 @@ class Adapter:
 
     @contextmanager
     def exchanged(self, tensors: dict[str, Tensor]) -> Generator[None]:
-        """Context in which the live tensors have the values of `tensors`, by name, which keep theirs meanwhile. It does
-        nothing within itself."""
+        """Context with the values of the live tensors and of `tensors`, by name, exchanged. It does nothing within
+        itself."""
         if self._is_exchanged:
             yield
             return
@@ -222,7 +222,7 @@ class Adapter:
 
 
 def _ends(layers: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    """The shortest ends of the layers' names that no other module's name has."""
+    """The shortest ends of the layers' names; none is an end of another module's name."""
     taken = {end for name in others for end in _ends_of(name)}
     return tuple(sorted({next((end for end in _ends_of(name) if end not in taken), name) for name in layers}))
 
@@ -234,7 +234,7 @@ def _ends_of(name: str) -> Iterator[str]:
 
 
 def target_layers(network: nn.Module, targets: str | Sequence[str], with_tower: bool = False) -> list[str]:
-    """Names of the linear layers that `targets` select: suffixes of names, or `all-linear`, all but the LM head. Layers
+    """Names of the linear layers selected by `targets`: suffixes of names, or `all-linear`, all but the LM head. Layers
     of a vision tower are excluded unless `with_tower`."""
     found: Any = network
     head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
@@ -272,7 +272,7 @@ def _parts(network: nn.Module, with_tower: bool) -> list[nn.Module]:
 
 def unreached_parameters(network: nn.Module, with_tower: bool = False) -> dict[str, int]:
     """Number of elements, by name within a layer, of the language model's matrices, and `with_tower` of a vision
-    tower's, that no `targets` can select because they belong to no linear layer (fused experts, their router)."""
+    tower's, outside of linear and embedding layers (fused experts, their router): no `targets` can select them."""
     own: Any = (nn.Linear, nn.Embedding)
     found: dict[str, int] = {}
     for part in _parts(network, with_tower):
@@ -291,7 +291,7 @@ def rate_in_adapter(ratio: float, name: str) -> float:
 
 
 def blank_adapter(model: str, config: AdapterConfig, *, trust_remote_code: bool = False) -> Adapter:
-    """The adapter that `config` gives for a model's configuration, on the meta device: for names, shapes and sizes."""
+    """The adapter of `config` for a model's configuration, on the meta device: for names, shapes and sizes."""
     network = blank_network(model, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return Adapter.attach(network, config)

@@ -1,4 +1,4 @@
-"""Checks, when a model is loaded, that sequences packed into one row do not attend to one another."""
+"""Checks, when a model is loaded, the isolation of sequences packed into one row: none may attend to another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TriedModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The weights' device."""
         ...
 
     @property
@@ -46,9 +46,9 @@ class TriedModel(Protocol):
 def check_isolation(model: TriedModel) -> None:
     """Change the first of two packed sequences and compare the second one's logits before and after.
 
-    Three cases: two sequences with nothing in common; the same with the first at the end of the context; two that share
-    their prompt, whose logits must also equal those without sharing. Raises ConfigError if the logits change, or if the
-    attention function never received the row's layout or its sliding window.
+    Three cases: two sequences with nothing in common; the same with the first at the end of the context; two with a
+    shared prompt, and here logits must also equal the ones without sharing. Raises ConfigError if the logits change, or
+    if the attention function never received the row's layout or its sliding window.
     """
     config = text_config(model.config)
     vocabulary, length, prompt = int(config.vocab_size), 9, 5
@@ -61,7 +61,7 @@ def check_isolation(model: TriedModel) -> None:
         (row,) = micro_batches(batch, 2 * length, device=model.device)
         place = row.sequences.index(1)
         if start:
-            # Only its position ids move to the end of the context: all that could change others' rotary embeddings.
+            # Only its position ids move to the end of the context: nothing else could change others' rotary embeddings.
             row.position_ids_T.view(2, -1)[1 - place] += start
         logits = model.logits(row)
         assert isinstance(logits, Tensor)
@@ -72,7 +72,7 @@ def check_isolation(model: TriedModel) -> None:
         raise ConfigError(f"{name} does not use its attention interface: set training.packing = false")
     shared, _ = second(tokens[:prompt] + others[prompt:])
     longest = min(filter(None, (model.max_model_len, getattr(config, "max_position_embeddings", None))), default=0)
-    # Equal shapes give equal bits, except where work is regrouped by content (experts): hence a tolerance.
+    # Equal shapes give equal bits, unless work is regrouped by content (experts): hence a tolerance.
     tolerance = (1e-4 if model.dtype == torch.float32 else 3e-2) * alone.std()
     for before, after in (
         (alone, second(third)),
@@ -81,7 +81,7 @@ def check_isolation(model: TriedModel) -> None:
     ):
         if (before - after[0]).abs().max() > tolerance:
             raise ConfigError(f"packed sequences see one another in {name}: set training.packing = false")
-    # Other shapes round otherwise, in bfloat16 visibly; a prefix or a position that is lost changes everything.
+    # Other shapes round otherwise, in bfloat16 visibly; a lost prefix or position changes everything.
     if (shared - alone).abs().max() > 10 * tolerance:
         raise ConfigError(f"{name} does not continue a shared prompt as its own: set training.packing = false")
     window = getattr(config, "sliding_window", None)

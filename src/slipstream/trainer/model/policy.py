@@ -1,8 +1,8 @@
-"""A Hugging Face causal language model that computes logits at chosen positions of a packed row.
+"""A Hugging Face causal language model with logits at chosen positions of a packed row.
 
-Guarantees: scaling and soft-capping of logits are the model's own; only positions that predict a trainable token reach
-the LM head; dropout is off, so that equal weights give equal log-probabilities; a model in which packed sequences
-attend to one another is refused when it is loaded, by a test (`packing_check.py`) rather than by a list.
+Guarantees: scaling and soft-capping of logits are the model's own. Only positions with a trainable target reach the LM
+head. Dropout is off: equal weights give equal log-probabilities. Loading refuses a model if its packed sequences attend
+to one another, by a test (`packing_check.py`) rather than by a list.
 """
 
 from __future__ import annotations
@@ -73,22 +73,22 @@ class Form:
 
 
 class PolicyModel:
-    """A network and its weights. `folder`, which they were loaded from, has the tokenizer and configuration files."""
+    """A network and its weights. `folder`: their source, with the tokenizer and configuration files."""
 
     def __init__(self, network: nn.Module, folder: Path, *, packing: bool = True) -> None:
         self.network = network.eval()
         self.folder = folder
         self.packing = packing
         self.adapter: Adapter | None = None
-        """The LoRA adapter, if only that is trained."""
+        """The LoRA adapter, if only it is trained."""
         self.layers = LayerOptions()
         """How the decoder layers compute."""
         self.max_model_len: int | None = None
         """The engine's `max_model_len`, if known."""
         self.images: ImageFeatures | None = None
-        """What the vision tower makes of images, if there is one."""
+        """Features of images from the vision tower, if there is one."""
         self.replay: ExpertReplay | None = None
-        """What sends tokens to the engine's experts, if it is asked for."""
+        """Sends tokens to the engine's experts, under `replay_experts`."""
         self.context: ContextGroup | None = None
         """The ranks of each row. None: one rank."""
         self.graphs: GraphedDecoder | None = None
@@ -99,7 +99,7 @@ class PolicyModel:
         self._fp32_head: nn.Linear | None = None
         self._root: nn.Module | None = None
         self._stored: list[tuple[str, Tensor]] = []
-        """Cache: the tensors that a checkpoint stores, as views of the weights."""
+        """Cache: a checkpoint's tensors, as views of the weights."""
         self._stored_of: list[tuple[int, int, torch.dtype, torch.Size]] = []
         """Key of the cache: identity, address, dtype and shape of the live tensors."""
 
@@ -124,17 +124,17 @@ class PolicyModel:
         shared_kernels: bool = False,
         replay_experts: bool = False,
     ) -> PolicyModel:
-        """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, for a model that
-        cannot be trained.
+        """Load the model in `path`, a folder or a hub id. Raises ConfigError, with the reason, if the model cannot be
+        trained.
 
         `packing`: False uses transformers' attention, with one sequence per row. `checkpointing`: layers save only
         their input, or with "selective" also matmul and attention outputs, and recompute the rest in the backward pass.
         `offload`: saved activations wait in host memory. `shared`: tensors to use as the parameters; the folder gives
         names and configuration. `unread`: parameters take no memory and have no values. `checked`: False leaves the
         packing check to the caller. `fp32_head`, `fp32_residual`: see `use_fp32_head`, `use_fp32_residual`.
-        `max_model_len`: the engine's, which determines rotary frequencies (`rotary_frequencies.py`). `train_tower`:
+        `max_model_len`: the engine's; it determines rotary frequencies (`rotary_frequencies.py`). `train_tower`:
         vision towers are trained too. `shared_kernels`: as the engine computes (`shared_layers.py`). `replay_experts`:
-        with the experts that a row's sequences name.
+        with the experts named by a row's sequences.
         """
         if shared_kernels:
             pin_products()
@@ -174,17 +174,17 @@ class PolicyModel:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules that are called to compute; together they have every parameter."""
+        """The modules to call; together they have every parameter."""
         return [self.network]
 
     @property
     def form(self) -> Form:
-        """What checkpoints have of it."""
+        """Its form in checkpoints."""
         return Form(None if self.adapter is None else self.adapter.config)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The weights' device."""
         return next(self.network.parameters()).device
 
     @property
@@ -211,8 +211,8 @@ class PolicyModel:
         return base
 
     def as_it_is(self) -> PolicyModel:
-        """The policy with the adapter's values of now, which stay: the same memory, but for a copy of the adapter. To
-        compute, it exchanges them with the live ones for a moment."""
+        """A snapshot of the policy: the same memory, but for a copy of the adapter's values. To compute, it exchanges
+        the copy with the live values for a moment."""
         assert self.adapter is not None
         frozen = self._frozen()
         frozen._adapter_values = {name: tensor.detach().clone() for name, tensor in self.adapter.named_weights()}
@@ -232,7 +232,7 @@ class PolicyModel:
             return self._logits(row)
 
     def embed(self, row: MicroBatch) -> RowEmbeddings:
-        """What the decoder reads of a row: its tokens' embeddings, with the features of its images in their places."""
+        """The decoder's inputs for a row: its tokens' embeddings, with the features of its images in their places."""
         if not row.images:
             return RowEmbeddings(self.token_embeddings(row.token_ids_T))
         if self.images is None:
@@ -267,7 +267,7 @@ class PolicyModel:
         return output.last_hidden_state.squeeze(0)
 
     def head(self, hidden_TD: Tensor, index_N: Tensor) -> Tensor | HeadLogits:
-        """Logits `[N, V]` at row positions `index_N`, of models whose logits are the LM head's outputs."""
+        """Logits `[N, V]` at row positions `index_N`, for models without a change of logits after the LM head."""
         network: Any = self.network
         return self._of_head(network.get_output_embeddings()(hidden_TD[index_N]))
 
@@ -304,8 +304,8 @@ class PolicyModel:
         return self._fp32_head is not None
 
     def use_fp32_residual(self, *, checked: bool = True) -> None:
-        """Add up what the layers compute in float32 (`wide_residual.py`). Raises ConfigError if some layer then gets an
-        input that it cannot take; `checked`: False does not try."""
+        """Add up the layers' outputs in float32 (`wide_residual.py`). Raises ConfigError if some layer then cannot take
+        its input; `checked`: False does not try."""
         hooks = widen_residual(self.network)
         if not (hooks and checked):
             return
@@ -327,8 +327,8 @@ class PolicyModel:
         return row
 
     def take_work(self) -> None:
-        """Have the first of the `roots` compute whatever `within` is given: what shards a module's weights brings them
-        together where the module is called."""
+        """Make the first of the `roots` run the work given to `within`: FSDP gathers a module's weights only in a call
+        of the module."""
         root = self.roots[0]
         forward: Callable[..., Any] = root.forward
 
@@ -340,7 +340,7 @@ class PolicyModel:
         self._root = root
 
     def within(self, work: Callable[[], Tensor]) -> Tensor:
-        """`work()`, which calls parts of the network, as one call of the network."""
+        """Run `work()` as one call of the network; `work` calls parts of it."""
         return work() if self._root is None else self._root(work=work)
 
     def _logits(self, row: MicroBatch) -> Logits:
@@ -368,13 +368,13 @@ class PolicyModel:
         return outputs_NV if self._fp32_head is None else HeadLogits(outputs_NV, self._fp32_head.weight)
 
     def _of_row(self, row: MicroBatch) -> dict[str, Any]:
-        """What the layers need to know of a row besides its tokens and positions."""
+        """The layers' further arguments for a row, besides its tokens and positions."""
         segments = {"segments": row.layout} if self.packing else {}
         return segments if self.replay is None else segments | self.replay.arguments(row.experts)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Live tensors under the names that `save_pretrained` writes, each once (without a tied LM head), with an
-        adapter merged in."""
+        """Live tensors under their `save_pretrained` names, each once (without a tied LM head), with an adapter merged
+        in."""
         return self._model_weights(merged=True)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -382,16 +382,16 @@ class PolicyModel:
         return self._model_weights(merged=False)
 
     def stored(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """The tensors that the network's parameter `name` is saved and published as, without the adapter; none for an
-        adapter's parameter. Valid for single parameters if `check_parts` passes."""
+        """The saved and published tensors of the network's parameter `name`, without the adapter; none for an adapter's
+        parameter. Valid for single parameters if `check_parts` passes."""
         state = {name: tensor}
         if self.adapter is not None:
             state = self.adapter.model_state(state, merged=False)
         return list(stored_weights(self.network, state))
 
     def check_parts(self) -> None:
-        """Raise ConfigError if a stored tensor is assembled from several parameters, which ranks cannot do one
-        parameter at a time."""
+        """Raise ConfigError if a stored tensor is assembled from several parameters: ranks store one parameter at a
+        time."""
         seen: set[str] = set()
         for own, parameter in self.network.named_parameters():
             names = {
@@ -405,7 +405,7 @@ class PolicyModel:
             seen |= names
 
     def _model_weights(self, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
-        # A generator, so that the work begins only when it is consumed.
+        # A generator, to begin the work only on consumption.
         if self.adapter is not None:
             state = self.adapter.model_state(dict(self.network.state_dict()), merged=merged)
             yield from stored_weights(self.network, state)

@@ -1,13 +1,13 @@
-"""Fixes rotary frequencies that transformers recomputes for every row, to the values that vLLM uses.
+"""Fixes rotary frequencies to vLLM's values, if transformers recomputes them for every row.
 
-`longrope` (short or long factors) and `dynamic` (NTK) depend on the highest position of the whole row, so that a
-sequence's frequencies would depend on the sequences that share its row. vLLM chooses once: under `longrope` the long
-factors for sequences of every length where its `max_model_len` is above the original context, else the short ones;
-under `dynamic` those of `max_position_embeddings`, beyond which it has none. All other kinds (default, linear, llama3,
-yarn, proportional, several dimensions of positions) depend on nothing but a token's own position, there and here.
+`longrope` (short or long factors) and `dynamic` (NTK) depend on the highest position of the whole row: a sequence's
+frequencies would depend on the other sequences of its row. vLLM chooses once. Under `longrope` it has the long factors
+for sequences of every length if its `max_model_len` is above the original context, else the short ones. Under `dynamic`
+it has the frequencies of `max_position_embeddings`, and none beyond. All other kinds (default, linear, llama3, yarn,
+proportional, several dimensions of positions) depend on nothing but a token's own position, there and here.
 
-Guarantees: after `fix_rotary` a position's rotation depends on no other position, which a trial checks; other models
-are refused. Where layer types have separate frequencies, each is fixed separately."""
+Guarantees: after `fix_rotary` a position's rotation depends on no other position. A trial checks this; other models
+are refused. Separate frequencies of layer types are fixed separately."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError
 
 _FIXED = "fixed"
-"""A `rope_type` that transformers does not treat as dynamic."""
+"""A `rope_type` without dynamic treatment in transformers."""
 
 
 def fix_rotary(network: nn.Module, config: Any, max_model_len: int | None) -> None:
-    """Set the rotary frequencies of `network`, with decoder configuration `config`, to those that vLLM uses with that
-    `max_model_len`; None: vLLM's default, the original context. Raises ConfigError if that is impossible."""
+    """Set the rotary frequencies of `network`, with decoder configuration `config`, to vLLM's for this `max_model_len`;
+    None: vLLM's default, the original context. Raises ConfigError if this is impossible."""
     name, found = type(network).__name__, False
     for module in network.modules():
         for layer, kind in _kinds_of(module):
@@ -44,8 +44,8 @@ def fix_rotary(network: nn.Module, config: Any, max_model_len: int | None) -> No
 
 
 def changing_kinds(parameters: Any) -> dict[str, Mapping[str, Any]]:
-    """The entries of a configuration's `rope_parameters`, or of each layer type in it, that depend on the row's length,
-    by rope type."""
+    """The entries of a configuration's `rope_parameters`, or of each layer type in it, by rope type: only those
+    dependent on the row's length."""
     if not isinstance(parameters, Mapping):
         return {}
     kind = str(parameters.get("rope_type", parameters.get("type", "")))
@@ -132,7 +132,7 @@ def _try(name: str, module: nn.Module, layer: str | None, length: int, scaling: 
             f"{type(module).__name__} of {name} chooses its rotary frequencies by the longest sequence of a row: lower "
             "inference.max_model_len to the model's original context, or use another model"
         )
-    # At position 0 the cosine is 1: what is left is the scale.
+    # At position 0 the cosine is 1: the rest is the scale.
     if scaling is not None and not abs(near.abs().max().item() - scaling) <= 1e-6 * scaling:
         raise ConfigError(
             f"{name} scales its rotary embedding by {near.abs().max().item():.6g}, and vLLM by {scaling:.6g}, which "
@@ -142,7 +142,7 @@ def _try(name: str, module: nn.Module, layer: str | None, length: int, scaling: 
 
 def _refuse_own_code(name: str, config: Any, max_model_len: int | None) -> None:
     """Raise ConfigError for custom-code models with dynamic frequencies, unless `max_model_len` is within the original
-    context, where they are the same in every row."""
+    context: there they are the same in every row."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     for kind, parameters in changing_kinds(given).items():
         original = _original(config, parameters)

@@ -1,4 +1,4 @@
-"""A network's decoder layers, computed by what the engine computes with too (`model.shared_kernels`).
+"""A network's decoder layers, computed with the engine's operations (`model.shared_kernels`).
 
 Replaces the `forward` of norms, MLPs, attention modules and rotary embeddings; linear layers stay torch's. The residual
 stream and the logits are in float32 on both sides (`wide_residual.py`, `PolicyModel.use_fp32_head`).
@@ -18,8 +18,7 @@ from slipstream.shared_kernels.operations import differentiable_gate, differenti
 
 def share_kernels(network: nn.Module) -> None:
     """Replace them. On a GPU attention becomes the engine's too, in the whole process; products are pinned before the
-    first (`shared_kernels/products.py`). Raises CannotShareKernels for a network, or a GPU, for which that cannot
-    be."""
+    first (`shared_kernels/products.py`). Raises CannotShareKernels if the network, or the GPU, does not allow it."""
     config: Any = cast("Any", network).config
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     if activation not in _GATES:

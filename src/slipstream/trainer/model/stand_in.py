@@ -1,4 +1,4 @@
-"""A reduced network with one layer of each kind and a small vocabulary: torch reuses what it compiled for it when it
+"""A reduced network with one layer of each kind and a small vocabulary: torch reuses its compiled code when it
 compiles the full network in the same process."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def save_stand_in(folder: Path, target: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
     """Write the reduced network of the model in `folder` to `target`, with random weights. Raises ConfigError for
-    models with a vision tower, and for models whose decoder layers are not `num_hidden_layers` many."""
+    models with a vision tower, and for models with another number of decoder layers than `num_hidden_layers`."""
     from transformers import AutoConfig
 
     hide_progress_bars()

@@ -1,6 +1,6 @@
 """Vision-language models, trained on text: decoder and LM head are trained, vision towers stay frozen.
 
-Guarantees: a vision tower is whatever belongs to neither the decoder nor the LM head, whatever its name. Text-only
+Guarantees: all parts outside of decoder and LM head are vision towers, under any name. Text-only
 models have none.
 """
 
@@ -49,7 +49,7 @@ def read_config(path: str, trust_remote_code: bool) -> Any:
 
 
 def unusable(path: str, error: Exception) -> ConfigError:
-    """The ConfigError for a model whose configuration transformers refuses."""
+    """The ConfigError for a model with a configuration refused by transformers."""
     reason = one_line(error)
     if "custom code" in reason:
         return ConfigError(
@@ -60,7 +60,7 @@ def unusable(path: str, error: Exception) -> ConfigError:
 
 
 def text_config(config: Any) -> Any:
-    """The part of the configuration that is the decoder's."""
+    """The decoder's part of the configuration."""
     return config.get_text_config() if reads_images(config) else config
 
 
@@ -86,12 +86,12 @@ def freeze_towers(network: nn.Module) -> None:
 
 
 def tower_names(network: nn.Module) -> list[str]:
-    """Names of the outermost modules that have only vision-tower parameters."""
+    """Names of the outermost modules with only vision-tower parameters."""
     return list(_names(network, {id(part) for part in text_parts(network)}, ""))
 
 
 def names_in_towers(path: str, names: Iterable[str], *, trust_remote_code: bool = False) -> list[str]:
-    """Those of the module names that are in a vision tower of the model in `path`; see `blank_network`."""
+    """The module names inside a vision tower of the model in `path`; see `blank_network`."""
     names = list(names)
     # A text-only model is not built for this.
     if not names or not reads_images(read_config(path, trust_remote_code)):
@@ -100,7 +100,7 @@ def names_in_towers(path: str, names: Iterable[str], *, trust_remote_code: bool 
 
 
 def in_modules(names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Those of the names that are `modules`' own or below them."""
+    """The names of `modules` themselves or of modules below them."""
     heads = tuple(f"{module}." for module in modules)
     return [name for name in names if f"{name}.".startswith(heads)]
 

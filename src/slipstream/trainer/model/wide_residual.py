@@ -1,6 +1,6 @@
-"""The residual stream in float32: what layers add up is not rounded; the inputs of matrix products are.
+"""The residual stream in float32: sums of layers are not rounded; the inputs of matrix products are.
 
-In bfloat16 each of a layer's two sums is rounded to 8 bits, in engine and trainer at different values, which makes a
+In bfloat16 each of a layer's two sums is rounded to 8 bits, in engine and trainer at different values. This makes a
 third of the difference between their log-probabilities (BENCHMARKS.md). The engine does the same
 (`inference/plugin/patches/residual.py`).
 """
@@ -19,7 +19,7 @@ from slipstream.trainer.model.vision_towers import text_parts
 
 def widen_residual(network: nn.Module) -> list[RemovableHandle]:
     """Compute the decoder's residual stream in float32, from the embeddings on; norms and rotary embeddings return the
-    weights' dtype as before. Returns the hooks that do it, whose removal undoes it: none for float32 weights."""
+    weights' dtype as before. Returns the hooks for it; their removal undoes it. Float32 weights have none."""
     embedding = cast("Any", network).get_input_embeddings()
     dtype = embedding.weight.dtype
     if dtype == torch.float32:

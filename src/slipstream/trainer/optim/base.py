@@ -1,9 +1,9 @@
 """Optimizers in two halves: computing the update, then writing it to the live weights. The default is AdamW on fp32
 master weights; others are in `muon.py`, `adamw_bf16.py` and `bitsandbytes.py`.
 
-Guarantees: gradients of any dtype are accumulated in fp32 after each micro-batch; updates far below the live dtype's
-resolution are not lost; a gradient that is zero or not finite raises instead of being applied; training continues bit
-for bit after `load_state`. The caller decides when to step, and at what learning rate.
+Guarantees: gradients of any dtype are accumulated in fp32 after each micro-batch. Updates far below the live dtype's
+resolution are not lost. A zero or non-finite gradient raises instead of being applied. Training continues bit for bit
+after `load_state`. The caller decides when to step, and at what learning rate.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RateOf = Callable[[str], float]
 
 ADAM_EPSILON = 1e-8
 _SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Optimizer states that are floats in the shape of their parameter."""
+"""Optimizer states of floats in the shape of their parameter."""
 
 
 @dataclass(frozen=True)
 class OptimStats:
-    """What one optimizer step did."""
+    """Results of one optimizer step."""
 
     learning_rate: float
     grad_norm: float
@@ -114,7 +114,7 @@ class Optimizer(ABC):
 
     def prepare(self, learning_rate: float) -> OptimStats:
         """Clip the accumulated gradient to global norm `max_grad_norm` and compute the update; live weights do not
-        change. A gradient that overflowed in float16 is discarded, and the loss scale halved (`OptimStats`).
+        change. A gradient with an overflow in float16 is discarded, and the loss scale halved (`OptimStats`).
 
         Raises TrainingError if the gradient is not finite, and ZeroGradientError if it is zero; in both cases nothing
         has changed."""
@@ -141,7 +141,7 @@ class Optimizer(ABC):
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         self.loss_scale.count_good()
-        del gradients  # so that each is freed as soon as its update is computed
+        del gradients  # to free each as soon as its update is computed
         self._update(learning_rate)
         self.discard_gradients()
         self._prepared = True
@@ -244,7 +244,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _make_holder(self, live: Tensor) -> Tensor:
-        """Make the tensor whose `grad` holds a parameter's fp32 gradient."""
+        """Make the tensor to hold a parameter's fp32 gradient in its `grad`."""
 
     @abstractmethod
     def _update(self, learning_rate: float) -> None:
@@ -264,18 +264,18 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _mark_of(self, name: str) -> str:
-        """A key that a parameter's optimizer states always have."""
+        """A key always in a parameter's optimizer states."""
 
     def _placed(self, key: str, value: Tensor, name: str) -> Tensor:
-        """A copy of a loaded optimizer state in the memory that the optimizer uses."""
+        """A copy of a loaded optimizer state in the optimizer's memory."""
         return value.to(self._parameters[name].device, copy=True)
 
     def _as_step(self, updates: int, name: str) -> Any:
-        """A number of updates in the form that the optimizer keeps."""
+        """A number of updates in the optimizer's own form."""
         return torch.tensor(float(updates), dtype=torch.float32, device=self._parameters[name].device)
 
     def _explain(self, norm: float) -> str:
-        """Describe in one sentence which gradient is not finite."""
+        """Describe the non-finite gradient in one sentence."""
         gradients = [holder.grad for holder in self._holders.values()]
         bad = [0.0 if gradient is None else float((~torch.isfinite(gradient)).sum()) for gradient in gradients]
         if self.sums_over_ranks is not None:
@@ -300,7 +300,7 @@ class MasterOptimizer(Optimizer):
         self._rate_of = rate_of
         self._rules: list[torch.optim.Optimizer] = []
         self._rule_of: dict[str, tuple[torch.optim.Optimizer, str]] = {}
-        """By parameter name, its rule, and a key that the rule's states always have."""
+        """By parameter name, its rule, and a key always in the rule's states."""
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 master weights by parameter name; the `grad` of each is the accumulated gradient."""
@@ -313,7 +313,7 @@ class MasterOptimizer(Optimizer):
         names: Collection[str],
         weight_decay: float,
     ) -> None:
-        """Add the torch optimizer that `make` builds, whose states always have the key `mark`, for the parameters
+        """Add the torch optimizer built by `make`, with the key `mark` always in its states, for the parameters
         `names`: in groups of equal rate, with weight decay for matrices only."""
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name in names:
@@ -365,7 +365,7 @@ class MasterAdamW(MasterOptimizer):
     rule: ClassVar[Any] = staticmethod(fused_adamw)
     """A torch optimizer's class, or a factory of one."""
     mark: ClassVar[str] = "exp_avg"
-    """A key that the rule's states always have."""
+    """A key always in the rule's states."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Muon for matrices and AdamW for all other parameters, on fp32 master weights.
 
 A matrix's update is its momentum, orthogonalized by five Newton-Schulz iterations in bfloat16 (Jordan 2024), times
-0.2 sqrt(max(rows, columns)), so that AdamW's learning rates carry over (Liu et al. 2025, arXiv 2502.16982). AdamW
-updates embeddings, the LM head, vectors, and whatever does not have exactly two dimensions of at least 2.
+0.2 sqrt(max(rows, columns)): AdamW's learning rates carry over (Liu et al. 2025, arXiv 2502.16982). AdamW
+updates embeddings, the LM head, vectors, and all else without exactly two dimensions of at least 2.
 """
 
 from __future__ import annotations

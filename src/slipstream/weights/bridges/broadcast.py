@@ -1,13 +1,13 @@
 """The bridge `broadcast`: weights travel from memory to memory over a process group, into the running engine.
 
-The trainer is rank 0, and every engine worker has a rank after it. The group is NCCL's where each has a GPU of its own;
-otherwise it is gloo's, and a version is copied to the CPU's memory before it is announced, so that the engine is paused
-only for the transfer. Large tensors are messages of their own, without a copy where they are contiguous; small ones are
-packed into two buckets, of which one travels while the other is packed or read. The trainer's half is
-`BroadcastPublisher`, the worker's `Group.receive`. The group is made at the first version, over a file in a folder of
-mode 0700, or with servers over `tcp_store`; every wait has the group's timeout. gloo listens on loopback, and NCCL
-chooses; on several nodes, and with servers, both take the host's interface (`processes.rendezvous`). Nothing on the
-wire describes a tensor: the ticket's parameters say what the bytes are.
+The trainer is rank 0; the engine workers have the ranks after it. The group is NCCL's if each has a GPU of its own, and
+gloo's otherwise. With gloo, a version is copied to the CPU's memory before its announcement: the engine is paused only
+for the transfer. Each large tensor is a message, without a copy if it is contiguous. Small ones are packed into two
+buckets: one travels while the other is packed or read. `BroadcastPublisher` is the trainer's half, `Group.receive` the
+worker's. The first version makes the group, over a file in a folder of mode 0700, or with servers over `tcp_store`;
+every wait has the group's timeout. gloo listens on loopback, and NCCL chooses; on several nodes, and with servers, both
+take the host's interface (`processes.rendezvous`). Messages have no headers: the ticket's parameters describe their
+bytes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from slipstream.weights.shards import held
 BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 256 * 2**20}
 """Bucket size: large enough to hide a message's latency, small enough to need little memory on both sides."""
 DIRECT_BYTES = {"gloo": 2**15, "nccl": 64 * 2**20}
-"""Tensors of this size and more are messages of their own, without a copy on a side where they are contiguous. Between
-GPUs a message costs as much as ten copied megabytes, and a copy at ten times the link's speed is hidden behind the
-message before it (`benchmarks/broadcast_messages.py` measures both)."""
+"""A tensor of this size or more is a message of its own. Each side copies it only if it is not contiguous there.
+Between GPUs a message costs as much as ten copied megabytes, and a copy at ten times the link's speed is hidden behind
+the message before it (`benchmarks/broadcast_messages.py` measures both)."""
 ALIGNMENT = 16
-"""Offsets of tensors in a bucket are multiples of it, so that a view of any dtype is aligned."""
+"""Tensor offsets in a bucket are multiples of it, for aligned views of any dtype."""
 _POLL_S = 2e-4
 _LOOK_S = 0.2
 _OVER_S = 2.0
-"""How long the end of an update may come before that of its transfer."""
+"""Most seconds from the end of an update to the end of its transfer."""
 _NO_WATCHDOG = {
     # Otherwise torch's watchdog ends the whole process at a timeout; here it raises.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -80,7 +80,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 Memory = Callable[[ParameterSpec], Tensor | None]
-"""The bytes in the engine into which a parameter may be received, where they are contiguous; else None."""
+"""The engine's bytes to receive a parameter into, if they are contiguous; else None."""
 
 
 class Group:
@@ -120,7 +120,7 @@ class Group:
         self.begin(buffer).wait()
 
     def slot(self, number: int, size: int) -> Tensor:
-        """The bucket of packed message `number`, which message `number + 2` reuses."""
+        """The bucket of packed message `number`; message `number + 2` reuses it."""
         slot = self._buckets.get(number % 2)
         if slot is None or slot.numel() < size:
             size_kept = max(size, min(self.rendezvous.bucket_bytes, 2 * size))
@@ -129,7 +129,7 @@ class Group:
 
     def finish(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until all queued messages have arrived. Raises RuntimeError at the group's timeout, or when `is_over`
-        says that the other side has ended."""
+        reports the other side's end."""
         if self.device.type == "cpu":
             return
         event = torch.cuda.Event()
@@ -148,9 +148,9 @@ class Group:
             self._group.abort()
 
     def receive(self, ticket: Ticket, memory: Memory = lambda _: None) -> Iterator[list[tuple[str, Tensor]]]:
-        """Receive a version's tensors on the group's device and yield them message by message, except those that
-        `memory` has a place for, which are received there. A message's tensors are valid until the next but one is
-        asked for (on a GPU: for work queued before that); the next message travels meanwhile."""
+        """Receive a version's tensors on the group's device and yield them message by message. Tensors with a place in
+        `memory` are received there, and not yielded. A message's tensors are valid until the request for the next but
+        one (on a GPU: for work queued before this request); the next message travels meanwhile."""
         ahead: tuple[Any, list[tuple[str, Tensor]]] | None = None
         num_packed = 0
         for bucket in messages(travelling(ticket), self.rendezvous):
@@ -175,7 +175,7 @@ class Group:
 
     def send(self, specs: Sequence[ParameterSpec], tensors: Iterable[Tensor]) -> None:
         """Rank 0's counterpart of `receive`: send tensors in the order of `specs`. Each is taken from the iterator
-        while those before it travel, and released when the next message but one begins."""
+        while earlier ones travel, and released when the next message but one begins."""
         coming = zip(specs, tensors, strict=True)
         arrived: dict[str, Tensor] = {}
         works: deque[Any] = deque()
@@ -185,7 +185,7 @@ class Group:
                 spec, tensor = next(coming)
                 arrived[spec.name] = tensor
             if len(works) > 1:
-                works.popleft().wait()  # it may have used the bucket that comes next
+                works.popleft().wait()  # it may have used the next bucket
             buffer = whole(bucket, arrived, self.device)
             if buffer is None:
                 buffer = self.slot(num_packed, layout(bucket)[1])
@@ -196,7 +196,7 @@ class Group:
                 del arrived[spec.name]
         for work in works:
             work.wait()
-        next(coming, None)  # exhausts a generator that gathers
+        next(coming, None)  # exhausts a gathering generator
 
 
 def layout(bucket: Sequence[ParameterSpec]) -> tuple[list[int], int]:
@@ -250,10 +250,10 @@ class BroadcastPublisher:
         meet_at: str = "",
         peers: Sequence[str] = (),
     ) -> None:
-        """`joined` waits until all workers run and returns how often some were replaced; a change makes a new group,
-        and so does a version that could not be sent. `leave` has the workers leave it before it ends; it is bounded and
-        does not raise. `meet_in`: a folder of all nodes, by default the temporary one. `meet_at`: an address of this
-        host in its place, for servers, which are on the hosts `peers`."""
+        """`joined` waits until all workers run and returns how often some were replaced. A change of it makes a new
+        group, and so does a failure to send a version. `leave` makes the workers leave the group before its end; it is
+        bounded and does not raise. `meet_in`: a folder of all nodes, by default the temporary one. `meet_at`: for
+        servers, an address of this host in its place. `peers`: the servers' hosts."""
         self._joined, self._leave = joined, leave
         self._meet_at, self._peers = meet_at, [host for host in peers if not is_loopback(host)]
         self._store: StoreServer | None = None
@@ -264,7 +264,7 @@ class BroadcastPublisher:
         self._group: Group | None = None
 
     def _place(self, attempt: str) -> str:
-        """Where the members of the next group meet."""
+        """Meeting address of the next group's members."""
         if not self._meet_at:
             return address_in(self._folder, attempt)
         if self._store is not None:
@@ -287,7 +287,7 @@ class BroadcastPublisher:
         if changes is not None:
             delta, sent = (changes.delta, changes.payloads.items()) if changes.pays else (None, weights)
             ticket = msgspec.structs.replace(ticket, changed_fraction=changes.fraction, delta=delta)
-        # An iterator: where tensors are gathered, the next are gathered while these are sent.
+        # Lazy: tensors are gathered, if at all, while earlier ones are sent.
         tensors = (tensor for _, tensor in sent)
         specs = travelling(ticket)
         ticket = msgspec.structs.replace(ticket, num_bytes=sum(map(num_bytes, specs)))
@@ -334,7 +334,7 @@ class BroadcastPublisher:
                     return
             if not done.wait(_OVER_S):
                 store.abort()
-                if not done.wait(_OVER_S):  # in a transfer to a host that is gone
+                if not done.wait(_OVER_S):  # in a transfer to a lost host
                     for host in self._peers:
                         end_connections(host)
 
@@ -397,7 +397,7 @@ def flat_bytes(tensor: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, with few kernels (`_foreach_copy_`) where devices and strides allow it."""
+    """Copy each source to its target. Pairs on one device with equal strides take few kernels (`_foreach_copy_`)."""
     by_kind: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kind = (target.dtype, source.dtype, target.device, source.device, target.stride() == source.stride())

@@ -1,14 +1,13 @@
 """Deltas (`weights.delta`): only the changed elements of a version are sent, over `broadcast` or `disk`.
 
-The trainer keeps a copy of the version that it published last and compares bits, so that a changed sign of zero or a
-NaN is a change. Before a delta it asks the engine which version it holds and has verified; when that is not the copy
-(the first version, a new engine process, a failed apply), or a delta saves too little, the whole version is sent. The
-engine refuses a delta against any other version. A delta is verified as every version is: by the fingerprints of the
-whole model, all of which are in the ticket.
+The trainer keeps a copy of the last published version and compares bits: a changed sign of zero or a NaN is a change.
+Before a delta it asks the engine for its verified version. The whole version is sent if this is not the copy (the first
+version, a new engine process, a failed apply), or if a delta saves too little. The engine refuses a delta against any
+other version. A delta is verified like every version: by the fingerprints of the whole model, all in the ticket.
 
 Each stretch of a parameter with changes is one payload of bytes: the gaps from one changed element to the next, then
-their values. A gap too long for its one or two bytes is bridged over unchanged elements, which are then sent too: there
-are no exceptions, so both sides handle all elements at once, on any device.
+their values. A gap too long for its one or two bytes is bridged by unchanged elements; these are then sent too. There
+are no exceptions: both sides handle all elements at once, on any device.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def encode(new: Tensor, old: Tensor) -> tuple[Literal["gaps8", "gaps16", "whole"
         return "whole", new.numel(), new.view(torch.uint8), num_changed
     places = changed.nonzero().reshape(-1)
     steps = torch.diff(places, prepend=places.new_full((1,), -1))
-    # Values for each width, with the unchanged elements that bridge long gaps.
+    # Values for each width, with the unchanged elements to bridge long gaps.
     counts = {name: num_changed + int(((steps - 1) >> 8 * width).sum()) for name, width in _WIDTHS.items()}
     encoding = min(_WIDTHS, key=lambda name: counts[name] * (size + _WIDTHS[name]))
     width, count = _WIDTHS[encoding], counts[encoding]
@@ -81,7 +80,7 @@ def _values_from(count: int, width: int) -> int:
 
 
 def travelling(ticket: Ticket) -> Sequence[ParameterSpec]:
-    """The tensors that are sent for a ticket: its parameters, or each patch's payload, named by its number."""
+    """The tensors sent for a ticket: its parameters, or each patch's payload, named by its number."""
     if ticket.delta is None:
         return ticket.parameters
     sizes = {spec.name: getattr(torch, spec.dtype).itemsize for spec in ticket.parameters}
@@ -93,7 +92,7 @@ def travelling(ticket: Ticket) -> Sequence[ParameterSpec]:
 
 
 def check_base(ticket: Ticket, held: Version | None, why_none: str) -> None:
-    """Raise `WeightsError` when the ticket is a delta against any version but `held`, which the engine has verified
+    """Raise `WeightsError` when the ticket is a delta against any version but `held`, the engine's verified one
     (None: none, for the reason `why_none`)."""
     if ticket.delta is None or ticket.delta.base == held:
         return
@@ -141,13 +140,13 @@ class Changes:
 
     @property
     def fraction(self) -> float:
-        """Fraction of elements that changed."""
+        """Fraction of changed elements."""
         return self.num_changed / max(1, self.num_elements)
 
 
 @torch.no_grad()
 def compare(weights: Sequence[tuple[str, Tensor]], copy: dict[str, Tensor], base: Version) -> Changes:
-    """The changes of `weights` against the bits in `copy`, which are version `base`."""
+    """The changes of `weights` against the bits in `copy`, version `base`."""
     patches: list[Patch] = []
     payloads: dict[str, Tensor] = {}
     num_changed = 0
@@ -167,7 +166,7 @@ def compare(weights: Sequence[tuple[str, Tensor]], copy: dict[str, Tensor], base
 
 
 class Carrier(Publisher, Protocol):
-    """A publisher that can send a version as its changes, and decides whether it does."""
+    """A publisher with the choice to send a version as its changes."""
 
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
@@ -179,7 +178,7 @@ class Carrier(Publisher, Protocol):
 class DeltaPublisher:
     """Publishes over `carrier`, as changes wherever the engine holds the version published last.
 
-    `held` asks the engine which version it has verified and serves; None when there is none. A copy of the weights is
+    `held` asks the engine for its verified and served version; None when there is none. A copy of the weights is
     kept on their own device between versions.
     """
 
@@ -188,14 +187,14 @@ class DeltaPublisher:
         self._held = held
         self._copy: dict[str, Tensor] = {}
         self._version: Version | None = None
-        """The version in `_copy`; None while that is unknown."""
+        """The version in `_copy`; None while it is unknown."""
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
         """See `Publisher`."""
         weights = list(named_weights)
         base, self._version = self._version, None
         changes: Changes | None = None
-        # A version that is published again replaces the one of its name, so that cannot be its base.
+        # A version published again replaces the one of its name: this cannot be its base.
         is_new = base is not None and base.name != Version(lineage, step).name
         if base is not None and is_new and self._is_alike(weights) and self._held() == base:
             changes = compare(weights, self._copy, base)

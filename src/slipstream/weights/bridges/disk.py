@@ -1,13 +1,13 @@
-"""The bridges `disk` and `restart`: versions are model folders that trainer and engine both see.
+"""The bridges `disk` and `restart`: versions are model folders, visible to trainer and engine.
 
 With `disk` the running engine loads the files in place; with `restart` it is started again on them. Both publish a
 whole model folder for each version, under its final name only when it is complete, and then the ticket. The folder
-belongs to the publisher: the first version removes what a killed process left there. Guarantees: the two newest
-versions are kept and never changed after their announcement, so that a receiver can finish reading, and a dead engine
-can be started on one; older ones are removed, or their files reused. (What is to stay is a checkpoint.) A delta is a
+belongs to the publisher: the first version removes a killed process's leftovers there. Guarantees: the two newest
+versions are kept and never changed after their announcement. So a receiver can finish reading, and a dead engine can be
+started on one. Older ones are removed, or their files reused. (Checkpoints are the permanent copies.) A delta is a
 folder with one file of patches; the whole version at the start of its chain, and all deltas between, are kept with it.
 A whole version is published again once the deltas since the last one are as large, or `LONGEST_CHAIN` many. A version
-that an engine stays on (`hold`) is kept with its chain, too.
+held for an engine (`hold`) is kept with its chain, too.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class FolderPublisher:
         self.source = source
         self._published: list[_Published] = []
         self._held: int | None = None
-        """The step of a version that an engine stays on."""
+        """The step of a version held for an engine."""
 
     def publish(
         self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce, changes: Changes | None = None
     ) -> Ticket:
-        """Write, describe, announce; then remove versions that nothing needs."""
+        """Write, describe, announce; then remove unneeded versions."""
         weights = self.prepare(named_weights)
         parameters = describe(weights)
         version = Version(lineage, step, digest(parameters))
@@ -84,7 +84,7 @@ class FolderPublisher:
         return max((place for place in range(end) if self._published[place].is_whole), default=0)
 
     def _forget(self) -> None:
-        """Remove versions outside of the chains of the newest ones, and of the one that is held."""
+        """Remove versions outside of the chains of the newest ones and of the held one."""
         newest = self._newest_whole(max(1, len(self._published) - _KEEP + 1))
         held = [place for place, each in enumerate(self._published) if each.step == self._held]
         chain = range(self._newest_whole(held[0] + 1), held[0] + 1) if held else ()
@@ -113,14 +113,14 @@ class FolderPublisher:
         shutil.rmtree(folder, ignore_errors=True)
 
     def base(self) -> tuple[ParameterSpec, ...]:
-        """Parameters that the engine must hold beside the published ones."""
+        """Further parameters of the engine, beside the published ones."""
         return ()
 
 
 def write_patches(folder: Path, changes: Changes) -> int:
-    """Write a delta's patches to `folder`, which appears only when complete; returns their bytes."""
+    """Write a delta's patches to `folder`; it appears only when complete. Returns their bytes."""
     with whole_folder(folder, durable=False) as temporary:
-        # Copies: safetensors refuses tensors that share a storage, as stretches of one parameter do.
+        # Copies: safetensors refuses tensors of one storage, such as stretches of one parameter.
         payloads = {name: payload.to("cpu", copy=True) for name, payload in changes.payloads.items()}
         save_file(payloads, temporary / PATCHES_FILE)
     return changes.num_bytes
@@ -133,7 +133,7 @@ class RestartReceiver:
         self.engine = engine
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Restart the engine, which verifies the version before it is ready, and verify once more for the report."""
+        """Restart the engine: it verifies the version before it is ready. Verify once more for the report."""
         began = time.perf_counter()
         await self.engine.restart(ticket.location, ticket.version, ticket.parameters)
         seconds = time.perf_counter() - began

@@ -1,8 +1,8 @@
-"""The bridge `lora`: each version is an adapter folder, which the engine loads beside the frozen base model.
+"""The bridge `lora`: each version is an adapter folder; the engine loads it beside the frozen base model.
 
 The publisher multiplies B by the scaling (the folder then says alpha = rank); vLLM would do the same while loading, and
 so the engine's buffers hold the published numbers, element for element. Every ticket carries the fingerprints of the
-trainer's frozen weights, so that the first one verifies the engine's base model too.
+trainer's frozen weights: the first one verifies the engine's base model too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slipstream.weights.fingerprint import describe
 class AdapterPublisher(FolderPublisher):
     """Writes each version as an adapter folder below `folder`; `base_weights` are read once.
 
-    The file of a discarded version is overwritten by the next one: that takes a third of the time of a new file, whose
-    pages the kernel would have to allocate.
+    The next version overwrites the file of a discarded one: this takes a third of the time of a new file, since the
+    kernel need not allocate its pages.
     """
 
     def __init__(self, folder: Path, adapter: AdapterConfig, base_weights: NamedWeights) -> None:
@@ -36,12 +36,12 @@ class AdapterPublisher(FolderPublisher):
         self._spare = folder / ".spare.safetensors"
 
     def prepare(self, named_weights: NamedWeights) -> NamedWeights:
-        """Adapter tensors with the scaling in B, always in the same memory, so that the fingerprint kernel's cached
-        table of addresses stays valid (making it takes longer than the fingerprint)."""
+        """Adapter tensors with the scaling in B, always in the same memory: the fingerprint kernel's cached table of
+        addresses stays valid (making it takes longer than the fingerprint)."""
         return list(folded(named_weights, self._adapter.scaling, self._folded))
 
     def write(self, folder: Path, weights: NamedWeights) -> int:
-        """An adapter folder whose own scaling is 1."""
+        """An adapter folder with a scaling of 1."""
         config = replace(self._adapter, alpha=float(self._adapter.rank))
         return write_adapter_folder(folder, weights, config, spare=self._spare)
 

@@ -1,4 +1,4 @@
-"""Creates the bridge of a run; the one module that knows all bridges."""
+"""Creates the bridge of a run; the one module with knowledge of all bridges."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def create_publisher(
     the model's own folder; `timeout_s` bounds a collective among the trainer and the engine's `num_workers`. It goes
     over NCCL `between_gpus`. If the run `has_nodes`, they meet in its folder, and with servers on
     the hosts `peers` at this host's address `meet_at`. `joined` waits for them all and says how
-    often some were replaced, `leave` has them leave it. With `held`, which asks the engine what it has verified, `disk`
-    and `broadcast` send deltas. Under `single_copy` `go_on` has the engine compute with what was written before it is
-    proved."""
+    often some were replaced, `leave` has them leave it. `held` asks the engine for its verified version; with it `disk`
+    and `broadcast` send deltas. Under `single_copy` `go_on` has the engine compute with the written version before it
+    is proved."""
     if name == "single_copy":
         return SharedPublisher(go_on)
     if name == "broadcast":
@@ -60,7 +60,7 @@ def create_publisher(
 
 
 def receiver_of(name: BridgeName | Literal["lora"], engine: TakesWeights) -> tuple[Receiver, Fence | None]:
-    """The engine's half of a bridge, and what pauses the engine before its weights are written in place."""
+    """The engine's half of a bridge, and the fence to pause the engine before its weights are written in place."""
     if name == "restart":
         return RestartReceiver(engine), None
     return engine, engine.fence if name == "single_copy" else None

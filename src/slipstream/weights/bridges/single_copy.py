@@ -1,11 +1,11 @@
 """The bridge `single_copy`: the trainer's parameters are the engine's tensors, so an optimizer step is the update.
 
-The engine's half is `Exporter`, in each worker: on a CPU it moves the weights into anonymous shared memory (a memfd,
-which ends with its last user and can be opened by this user alone); on a GPU it exports a CUDA IPC handle of each
-allocation, and nothing moves. The place of every Hugging Face parameter is sent as plain fields. The trainer's half is
-`open_weights`, and `SharedPublisher`, whose versions are fingerprints without bytes. Nobody may compute with weights
-that are being written: the bridge's `fence` pauses the engine before the first write. After the last one it resumes at
-once, and its answers are held back until the version is verified as any other.
+The engine's half is `Exporter`, in each worker. On a CPU it moves the weights into anonymous shared memory: a memfd,
+open to this user alone, and gone with its last user. On a GPU it exports a CUDA IPC handle of each allocation, and
+nothing moves. The place of every Hugging Face parameter is sent as plain fields. The trainer's half is `open_weights`,
+and `SharedPublisher`: its versions are fingerprints without bytes. Nobody may compute with weights in the middle of a
+write: the bridge's `fence` pauses the engine before the first write. After the last one it resumes at once, and its
+answers are held back until the version is verified as any other.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SharedTensor(msgspec.Struct, frozen=True):
     strides: tuple[int, ...]
     dtype: str
     dim: int = 0
-    """The sharded dimension, where the parameter is sharded."""
+    """The sharded dimension, if the parameter is sharded."""
     start: int = 0
     """The shard's first index in the whole parameter."""
 
@@ -80,15 +80,15 @@ class SharedWeights(msgspec.Struct, frozen=True):
     storages: tuple[SharedStorage, ...]
     tensors: dict[str, SharedTensor]
     refused: dict[str, str]
-    """Parameters that are not one strided tensor in the engine, each with the reason."""
+    """Parameters other than one strided tensor in the engine, each with the reason."""
 
     def files(self) -> set[str]:
-        """torch's reference-count files of CUDA handles, which stay when the exporter is killed."""
+        """torch's reference-count files of CUDA handles; they stay when the exporter is killed."""
         return {f"/dev/shm/{s.cuda.counter_handle.decode().lstrip('/')}" for s in self.storages if s.cuda is not None}
 
 
 class Exporter:
-    """The engine's half: puts `parameters` where another process can open them while this one lives."""
+    """The engine's half: opens `parameters` to other processes while this one lives."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._storages: dict[int, SharedStorage] = {}
@@ -100,7 +100,7 @@ class Exporter:
             self._move(list(by_storage.values()))
 
     def _move(self, groups: list[list[Tensor]]) -> None:
-        """Move CPU parameters into a memfd; those of one storage still share it."""
+        """Move CPU parameters into a memfd; parameters of one storage still share it."""
         if not hasattr(os, "memfd_create"):
             raise WeightsError(f"weights.bridge = single_copy needs Linux on a CPU: {OTHER_BRIDGE}")
         sizes = [-(-group[0].untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for group in groups]
@@ -198,7 +198,7 @@ def check_loaded(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 
 class SharedPublisher:
-    """Publishes versions that the parameters already hold: describes and announces, moves nothing."""
+    """Publishes versions already held by the parameters: describes and announces, moves nothing."""
 
     def __init__(self, go_on: Callable[[Version], None] = lambda version: None) -> None:
         """`go_on` resumes the engine on the written weights, as this version; without it the engine waits for
@@ -206,7 +206,7 @@ class SharedPublisher:
         self._go_on = go_on
 
     def publish(self, named_weights: NamedWeights, step: int, lineage: int, announce: Announce) -> Ticket:
-        """Resume the engine, which is paused since the fence, then describe and announce the version."""
+        """Resume the engine, paused since the fence, then describe and announce the version."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._go_on(Version(lineage, step, ""))
