@@ -1,9 +1,9 @@
-"""Program that runs inside the sandboxes of the reward `code`; also the encoding of values that leave them.
+"""Program inside the sandboxes of the reward `code`; also the encoding of values from them.
 
 `code_harness.py serve`: loads `program.py`, the model's, and answers calls of its functions, a line of JSON each.
-`code_harness.py check`: runs the row's assertions in a sandbox of their own, where the model's program is not: a name
-that they do not define is a function of the program, called over the caller. So only plain values leave the program
-(none whose `==` is its own), and nothing that it prints, returns or exits with is a verdict.
+`code_harness.py check`: runs the row's assertions in a sandbox of their own, without the model's program: a name they
+do not define is a function of the program, called over the caller. So only plain values leave the program (none with
+its own `==`), and nothing it prints, returns or exits with is a verdict.
 
 It imports only the standard library and is started by path.
 """
@@ -47,7 +47,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(found: Any) -> Any:
-    """What `encode` made. Raises ValueError, TypeError or KeyError for anything else."""
+    """Reverses `encode`. Raises ValueError, TypeError or KeyError for anything else."""
     if not isinstance(found, dict):
         if isinstance(found, list):
             raise ValueError("a list without a tag")
@@ -66,7 +66,7 @@ def decode(found: Any) -> Any:
 
 
 def unknown_names(source: str) -> list[str]:
-    """Names that Python source reads and neither defines nor imports."""
+    """Names read, and neither defined nor imported, in Python source."""
     tree = ast.parse(source)
     read: dict[str, None] = {}
     known = set(dir(builtins))
@@ -88,8 +88,7 @@ def unknown_names(source: str) -> list[str]:
 
 
 class _Line:
-    """Lines of JSON over the streams that this process was started with, which nothing else here can reach by
-    accident."""
+    """Lines of JSON over the first streams of this process; nothing else here can reach them by accident."""
 
     def __init__(self) -> None:
         self._in, self._out = os.fdopen(os.dup(0), "rb"), os.dup(1)
