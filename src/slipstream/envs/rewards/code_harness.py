@@ -135,13 +135,13 @@ def serve() -> None:
             names = _program(asked.get("setup", "")) if names is None else names
             args, kwargs = decode(asked["args"]), decode(asked["kwargs"])
             answer = {"value": encode(_function(names, asked["call"])(*args, **kwargs))}
-        except BaseException as error:  # noqa: BLE001 (whatever the program raises, SystemExit too)
+        except BaseException as error:  # noqa: BLE001 (any error of the program, SystemExit too)
             answer = {"error": type(error).__name__, "text": f"{error}"[:200]}
         line.write(answer)
 
 
 class _Remote:
-    """A function of the program, which runs elsewhere."""
+    """A function of the program, run elsewhere."""
 
     def __init__(self, line: _Line, name: str) -> None:
         self._line, self._name = line, name
@@ -160,7 +160,7 @@ class _Remote:
 
 def check() -> None:
     """Runs the assertions of the first line, `{"setup", "tests", "entry_point"}`; writes `{"passed": [...]}`, a
-    boolean for each, or `{"failed"}` if what they need cannot be set up."""
+    boolean for each, or `{"failed"}` if their setup fails."""
     line = _Line()
     given = line.read()
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}

@@ -247,7 +247,7 @@ class Workers:
         return slot
 
     async def _go_on(self, slot: _Slot) -> bool:
-        """Sends the jobs that it has room for, and handles the next answer; false if the worker was killed."""
+        """Sends jobs while it has room, and handles the next answer; false if the worker was killed."""
         self._send(slot)
         if not slot:
             return not slot.ends
@@ -298,7 +298,7 @@ class Workers:
         """Whether the worker may get a job now."""
         if not slot or slot.ends or slot.is_reserved or job.alone:
             return not slot and not slot.ends
-        # A plain function keeps those behind it waiting, which another worker might do meanwhile.
+        # A plain function keeps later jobs waiting; another worker might do them meanwhile.
         most = _MAX_NOT_BEGUN if slot.runs_coroutines or self._num_workers == 1 else 1
         return len(slot) < self._concurrency and len(slot.queue) < most
 
@@ -313,7 +313,7 @@ class Workers:
             job.settle(answer)
 
     def _blame(self, slot: _Slot, kind: Literal["timeout", "died"], message: str) -> None:
-        """Fails the job that caused the worker's death, or has every job that may have caused it run again, alone."""
+        """Fails the job behind the worker's death, or has every suspect run again, alone."""
         suspects = slot.suspects()
         if len(suspects) == 1:
             answer = Answer(kind, message=message, details=slot.worker.stderr_tail)
