@@ -1,8 +1,8 @@
 """Checks before a run that the reward separates correct answers from junk (`slipstream env test`).
 
-Environments with several turns, tools or a `run` of their own have their episodes played: gold answers of several
-messages turn by turn, and junk in every turn. The caller renders the result. Accuracy is the fraction of scores of at
-least `threshold`. The rules:
+Environments with several turns, tools or a `run` of their own have their episodes played: gold
+conversations turn by turn, and junk in every turn. The caller renders the result. Accuracy is the fraction of scores
+of at least `threshold`. The rules:
 
 - gold accuracy is at least 0.99: an environment that rejects its own answers cannot be learnt;
 - `empty` and `prompt` (the question repeated) are right at most 0.05 times as often as gold;

@@ -29,7 +29,7 @@ from slipstream.records import Task
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
 """Columns for the prompt, in this order."""
 _RENDERED = {*MESSAGES, *PROMPTS, *COMPLETIONS, "tools"} - {"answer"}
-"""Columns for the model to read or imitate; only a reward may read an answer."""
+"""Columns for the model to read or imitate; an answer may be a reward's input instead."""
 RewardFunction = Callable[[Task, str], Reward | Awaitable[Reward]]
 AnyReward = RewardFunction | NamedReward | str | Sequence[Any]
 """A function, a reward of `slipstream.envs.rewards`, its name, or the parts of a rubric."""

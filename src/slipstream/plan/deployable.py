@@ -39,7 +39,7 @@ class Deployable:
     model: str
     adapter: Path | None = None
     run_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings (`section.key`) of its run; empty without one."""
+    """Settings (`section.key`) of the run behind it; empty without one."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ MAX_SEQUENCES = 1_000_000
 MAX_STEPS = 100_000_000
 LARGE, TINY = 500e6, 1e6
 NOT_IN_FLOAT16 = ("Gemma2", "Gemma3", "Glm4")
-"""Beginnings of names of architectures; vLLM refuses these."""
+"""Beginnings of names of architectures; vLLM refuses these in float16."""
 CLOSER = {
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"),
     *("Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
@@ -308,7 +308,7 @@ def _plan_dtype(builder: PlanBuilder) -> None:
 
 
 def _plan_precision(builder: PlanBuilder) -> None:
-    """Derive the parts in float32 of both trainer and engine."""
+    """Derive the settings for float32 in both trainer and engine."""
     config, found = builder.original, builder.facts.model.architecture
     if isinstance(config.algorithm, SFTConfig):
         head = against = "no engine has to agree with the trainer"

@@ -81,9 +81,9 @@ class TowerFacts:
     patch_elements: int
     """Numbers of a patch, before it is embedded."""
     merged: int
-    """Patches of a token."""
+    """Patches merged into a token."""
     token_outputs: int
-    """Its numbers for a token, those for the decoder's first layers included."""
+    """Numbers it outputs for a token, those for the decoder's first layers included."""
     num_added: int
     """Layers with outputs beside its own (DeepStack)."""
     total_tokens: int
@@ -108,7 +108,7 @@ class DataFacts:
     row_sequences: int = 1
     """SFT: sequences of a row, rounded up: 2 for a pair of preferences."""
     num_eval_rows: int = 0
-    """SFT: held-out rows for the loss."""
+    """SFT: held-out rows with a measured loss."""
     num_requested_tasks: int | None = None
     """Training tasks requested of the environment; None without one."""
     num_eval_tasks: int | None = None
@@ -121,7 +121,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """The reach of [lora] in this model."""
+    """The parts of this model adapted by [lora]."""
 
     num_parameters: int
     target_modules: tuple[str, ...]
@@ -143,7 +143,7 @@ class EngineFacts:
     checked: tuple[str, ...] = ()
     """Fast paths (`inference.plugin.patches`) checked against its source."""
     unchecked: tuple[str, ...] = ()
-    """The other fast paths."""
+    """Fast paths not checked against it."""
     tool_parsers: tuple[str, ...] = ()
     """Names of its tool parsers; empty if they cannot be found."""
     returns_experts: bool = True

@@ -52,7 +52,7 @@ class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Address of the server, up to `/v1`."""
     model: str
     prompt: str
-    """The question to it: `{completion}`, and perhaps `{prompt}` and `{answer}`, stand for the task's."""
+    """The prompt to it: `{completion}`, and perhaps `{prompt}` and `{answer}`, stand for the task's."""
     system: str = ""
     key_variable: str = ""
     """The environment variable with the key; name it in `environment.variables`, too."""

@@ -148,7 +148,7 @@ class Workers:
         call: ToolCall = ToolCall(""),  # noqa: B008 (it cannot change)
     ) -> Answer:
         """Carries out a call. Raises `EnvironmentFault` if no worker can be started any more. In an answer of the kind
-        `died` or `timeout`, `message` is the worker's fate."""
+        `died` or `timeout`, `message` says how the worker ended."""
         if self._fault is not None:
             raise self._fault
         if not self._servers:

@@ -32,7 +32,7 @@ CAPABILITY = {"h100": 9, "h200": 9, "b200": 10, "rtx-5090": 12, "v100": 7, "t4":
 HAS_BFLOAT16 = 8
 """Least compute capability for bfloat16."""
 SAFE_HELD = GIB
-"""Memory in use of a GPU; nobody is said to hold less: it is the driver's own, and a display's."""
+"""With less memory in use, nobody is said to hold a GPU: it is the driver's own, and a display's."""
 STATE = ("uuid", "memory.total", "memory.used", "driver_version", "temperature.gpu", "name")
 """Fields asked of nvidia-smi."""
 _STEP = GIB // 4

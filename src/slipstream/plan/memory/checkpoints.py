@@ -35,7 +35,7 @@ class Saved:
 
 
 def saved_bytes(config: PlannedConfig, facts: Facts) -> Saved:
-    """Its state has the optimizer's states, without gradients, and the weights if the optimizer has no masters."""
+    """Its state is the optimizer's states without gradients, with the weights if the optimizer has no masters."""
     dtype, optimizer, adapter, model = config.model.dtype, config.training.optimizer, facts.adapter, facts.model
     trained = model.num_decoding if adapter is None else adapter.num_parameters
     state = optimizer_bytes(optimizer, trained, model if adapter is None else None) - 4 * trained

@@ -31,7 +31,7 @@ def run_name(folder: Path, lineage: int) -> str:
 
 
 def shortage_of(config: PlannedConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
-    """The settings of a planned run for the memory of its `side` out of memory."""
+    """The memory settings of a planned run, with its `side` out of memory."""
     checkpointing = config.training.gradient_checkpointing
     max_num_seqs = config.inference.max_num_seqs if uses_engine(config) else 0
     return Shortage(run, side, config.training.micro_batch_tokens, checkpointing, max_num_seqs)

@@ -79,9 +79,9 @@ def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
 
 
 def gathered_bytes(model: ModelFacts, dtype: str, *, num_kept: int | None = None) -> int:
-    """Bytes FSDP2 all-gathers on a rank at once: embeddings, LM head and two layers, with their gradients (reduced and
-    scattered in fp32). With `num_kept`, whole weights stay through a step: all of them, and the fp32 gradients of
-    the `num_kept` trained parameters."""
+    """Bytes FSDP2 all-gathers on a rank at once: embeddings, LM head and two layers, with their gradients
+    (reduce-scattered in fp32). With `num_kept`, whole weights stay through a step: all of them, and the fp32 gradients
+    of the `num_kept` trained parameters."""
     passing = (_vocabulary_parameters(model) + 2 * _layer_parameters(model)) * (2 * BYTES_OF[dtype] + 4)
     return passing if num_kept is None else passing + weights_bytes(model, dtype) + 4 * num_kept
 

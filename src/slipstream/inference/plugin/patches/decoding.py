@@ -24,7 +24,7 @@ from slipstream.inference.plugin.patches.patch_table import Absent
 from slipstream.inference.plugin.patches.undelivered import StepLogprobs, Undelivered
 
 _STALE_FIELDS = ("async_tokens_to_discard", "num_stale_output_tokens")
-"""By vLLM version, the attribute of a `Request` with tokens in flight to be discarded."""
+"""By vLLM version, the attribute of a `Request` for marking tokens in flight to be discarded."""
 _UNUSUAL_FIELDS = (
     *("pooler_output", "kv_connector_output", "ec_connector_output", "num_nans_in_logits", "prompt_logprobs_dict"),
     *("prompt_token_id_logprobs_dict", "routed_experts", "sampling_masks", "aux_output_connector_output"),

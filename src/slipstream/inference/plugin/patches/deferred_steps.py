@@ -33,7 +33,7 @@ class DeferredSteps:
     """Deferred bookkeeping of a scheduler's running requests: one row for each, in the order of `Scheduler.running`."""
 
     def __init__(self, scheduler: Any, stale_field: str) -> None:
-        """`stale_field`: the attribute of a `Request` with tokens in flight to be discarded."""
+        """`stale_field`: the attribute of a `Request` for marking tokens in flight to be discarded."""
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.request import RequestStatus
 

@@ -61,7 +61,7 @@ class Patch:
     to: Literal["vllm", "model"] = "vllm"
     """`model`: patches objects of the loaded model; the function takes vLLM's model runner."""
     lost: str = ""
-    """The loss without a required patch, and its replacement."""
+    """The feature lost without a required patch, and the alternative."""
     setting: str = ""
     """Its setting of [model]; empty: every engine has it."""
     needs: tuple[str, ...] = ()
