@@ -1,4 +1,4 @@
-"""Finds what `slipstream eval` evaluates, and on which tasks: a run file, a run or a checkpoint, and perhaps another
+"""Finds the model and the tasks of `slipstream eval`: a run file, a run or a checkpoint, and perhaps another
 model, adapter or address.
 
 Guarantees: nothing is started. Anything missing is a ConfigError.
@@ -28,14 +28,14 @@ class Target:
     name: str
     """The model, in kept results."""
     address: str = ""
-    """Base URL of a server, if that is what is evaluated."""
+    """Base URL of a server, if one is evaluated."""
     run: Path | None = None
-    """The run that the weights are a checkpoint of, whose folder keeps the results."""
+    """The run with the weights as a checkpoint; its folder keeps the results."""
 
 
 def find_target(named: Path, model: str | None, overrides: Sequence[str]) -> Target:
-    """`named`: a run file, a run or a checkpoint, whose tasks are taken. `model`: what is evaluated instead of its
-    model: a run, a checkpoint, the folder of a model or adapter, a hub id, or a base URL."""
+    """`named`: the run file, run or checkpoint with the tasks. `model`: the model to evaluate instead of its
+    own: a run, a checkpoint, the folder of a model or adapter, a hub id, or a base URL."""
     run = run_of(named)
     if named.is_dir() and run is None:
         raise ConfigError(
@@ -58,8 +58,8 @@ def find_target(named: Path, model: str | None, overrides: Sequence[str]) -> Tar
 
 
 def _without_a_trainer(loaded: Loaded) -> Loaded:
-    """A run's settings without those that make trainer and engine agree, which another machine or model may not have;
-    what the command line asks for stays."""
+    """A run's settings without those for the agreement of trainer and engine: another machine or model may not have
+    them. Settings of the command line stay."""
     left = {"model.shared_kernels": "auto", "run.exact": False, "inference.servers": (), "weights.every": 1}
     values = {name: value for name, value in left.items() if loaded.origins.get(name) != COMMAND_LINE}
     return loaded.with_values(values)
@@ -71,7 +71,7 @@ def is_address(model: str) -> bool:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run that a folder is, or is a checkpoint of; None where it is neither."""
+    """The run of a folder, or of a checkpoint; None if it is neither."""
     if holds_run(path):
         return path
     folder = path.resolve()
@@ -94,7 +94,7 @@ def _settings_of(run: Path) -> Path:
 
 
 def with_model(loaded: Loaded, model: str) -> Loaded:
-    """The settings with another model, or with an adapter and its base. An adapter's shape is what its folder says."""
+    """The settings with another model, or with an adapter and its base. The adapter's folder gives its shape."""
     from slipstream.weights.adapter_folder import adapted_modules, is_adapter_folder, read_adapter_shapes
 
     model = local_path(model)
@@ -128,7 +128,7 @@ def with_model(loaded: Loaded, model: str) -> Loaded:
 
 
 def _targets(named: tuple[str, ...], modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Names that select these adapted modules: those in the adapter's file that do, unless that has a pattern of
+    """Names to select these adapted modules: the fitting ones of the adapter's file, unless it has a pattern of
     PEFT."""
     from slipstream.weights.adapter_folder import selects
 

@@ -1,6 +1,6 @@
-"""Plans a run without starting it, on this machine or for GPUs that are elsewhere: what `slipstream plan` does.
+"""Plans a run without starting it, on this machine or for GPUs elsewhere: the work of `slipstream plan`.
 
-A folder that holds a configuration alone is enough: sizes follow from it, and without a tokenizer a token is taken to
+A folder with a configuration alone is enough: sizes follow from it, and without a tokenizer a token is taken to
 be a byte.
 """
 
@@ -19,11 +19,11 @@ from slipstream.plan.preflight.model_folder import has_tokenizer, has_weights
 from slipstream.processes.temporary import temporary
 
 BARE_CONTEXT = 1 << 20
-"""Longest text, in bytes, of the tokenizer that stands in for the model's own."""
+"""Longest text, in bytes, of the tokenizer in place of the model's own."""
 
 
 def plan_run(loaded: Loaded, gpus: Gpus | None = None) -> Prepared:
-    """Prepare a run for `gpus`, by default this machine's. Raises ConfigError for a run that is impossible, and
+    """Prepare a run for `gpus`, by default this machine's. Raises ConfigError for an impossible run, and
     `DoesNotFit` with the plan for one that is too large."""
     folder = Path(with_weights_folder(loaded).config.model.path)
     missing = _missing(loaded, folder)
@@ -41,13 +41,13 @@ def _planned(loaded: Loaded, gpus: Gpus | None, folder: Path, missing: list[str]
         prepared = prepare(loaded, weights=False, gpus=gpus)
     except DoesNotFit as error:
         raise DoesNotFit(_named(error.plan, folder, missing)) from None
-    if gpus is None and not missing:  # vLLM takes its options for the device that it runs on
+    if gpus is None and not missing:  # vLLM takes its options for the device it runs on
         check_engine(prepared)
     return replace(prepared, plan=_named(prepared.plan, folder, missing))
 
 
 def _missing(loaded: Loaded, folder: Path) -> list[str]:
-    """What the model's folder lacks of what a run reads there."""
+    """The parts needed by a run and missing in the model's folder."""
     if not (folder / "config.json").is_file() or loaded.config.model.trust_remote_code:
         return []
     there = {"weights": has_weights(folder), "tokenizer": has_tokenizer(folder)}
@@ -62,7 +62,7 @@ def _write_stand_in(folder: Path, stand_in: Path) -> None:
 
 
 def _named(plan: Plan, folder: Path, missing: list[str]) -> Plan:
-    """The plan of the model in `folder`, with what it lacks."""
+    """The plan of the model in `folder`, with its missing parts."""
     if not missing:
         return plan
     text = f"{folder} has no {' and no '.join(missing)}: sizes follow from its config.json"

@@ -1,10 +1,10 @@
-"""Trains again on a batch that a run has kept, and compares loss and metrics with those that the run recorded.
+"""Trains again on a batch kept by a run, and compares loss and metrics with the run's records.
 
 A replay begins with the newest checkpoint at or before the batch, or with the start model, and trains on every kept
 batch from there on by the run's own code (`BatchTrainer`), in this process alone: no engine, no reward, no environment.
 Guarantees: the run folder is only read; with the same versions on the same machine's CPU the loss is the recorded one
 bit for bit. Random numbers do not get in the way: there is no dropout, step batches are cut in the order of the batch,
-the noise of `adamw_bf16` follows from seed and step, and torch's generator, which a loss of the user's may draw from,
+and the noise of `adamw_bf16` follows from seed and step. A user's loss may draw from torch's generator; it
 is restored with the checkpoint and seeded for the start model.
 """
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from slipstream.trainer.batch_trainer import BatchTrainer
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
-"""By `model.dtype`: how far a loss may be from the recorded one, as a part of it or of 1, whichever is larger, where
+"""By `model.dtype`: largest distance of a loss from the recorded one, as a part of it or of 1, whichever is larger, if
 the two were rounded otherwise: on a GPU, another machine or other versions. On a CPU, with rows cut otherwise and
 another number of threads, losses were seen to differ by 2e-7 and 8e-4 at most, up to six batches after the start."""
 JUDGED = ("train/loss", "value/loss", "train/skipped")
-"""Metrics that must be those that were recorded; all others are for reading."""
+"""Metrics required to equal the recorded ones; all others are for reading."""
 _OF_A_PROCESS = "memory/"
 START = "the start model"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of the replayed step; None where there is none, or it is not finite."""
+    """One metric of the replayed step; None if there is none, or it is not finite."""
 
     name: str
     recorded: float | None
@@ -66,28 +66,28 @@ class Replay:
     """The result of a replay."""
 
     step: int
-    """The batch's: its update made version `step + 1`, which is the step of its row of metrics."""
+    """The batch's: its update made version `step + 1`, the step of its row of metrics."""
     begins: str
-    """The checkpoint that it began with, or `START`."""
+    """Its first checkpoint, or `START`."""
     batches: tuple[int, ...]
-    """The steps of all batches that were trained on."""
+    """The steps of all batches trained on."""
     is_recorded: bool
     """Whether the run has a row of metrics of this step."""
     metrics: tuple[Metric, ...]
     """The judged ones first."""
     tolerance: float
-    """0 where the loss must be the same bit for bit."""
+    """0 if the loss must be the same bit for bit."""
     made_by: str
-    """What decides the rounding: of the run, and of this process."""
+    """The facts behind the rounding: of the run, and of this process."""
     replayed_by: str
     changed: tuple[str, ...] = ()
-    """Settings that a later resume has changed, so that the replay had other ones than the step."""
+    """Settings changed by a later resume: the replay had other ones than the step."""
     no_signal: str = ""
     """Why the batch teaches nothing."""
 
     @property
     def wrong(self) -> tuple[Metric, ...]:
-        """The judged metrics that differ by more than the tolerance."""
+        """The judged metrics with a difference above the tolerance."""
         return tuple(metric for metric in self.metrics if metric.name in JUDGED and not self._is_equal(metric))
 
     @property
@@ -102,8 +102,8 @@ class Replay:
 
 
 def replay(run: Path, step: int) -> Replay:
-    """Train again on the kept batch of `step` of the run in folder `run`. Raises what training raises, and a
-    `SlipstreamError` for what cannot be replayed."""
+    """Train again on the kept batch of `step` of the run in folder `run`. Raises training's errors, and a
+    `SlipstreamError` if a replay is impossible."""
     config = _settings(run)
     checkpoint, batches = _way_to(run, step, config)
     rows = {int(row["step"]): row for row in read_metrics(run)}
@@ -137,8 +137,8 @@ def replay(run: Path, step: int) -> Replay:
 
 
 def raise_unless_equal(found: Replay) -> None:
-    """Raise `DataError` where the run recorded nothing to compare with, and `TrainingError` where its loss was another
-    one than that of the replay."""
+    """Raise `DataError` if the run recorded nothing to compare with, and `TrainingError` if its loss differs
+    from the replay's."""
     if not found.is_recorded:
         raise DataError(
             f"the run recorded no metrics of step {found.step + 1}, which batch {found.step} leads to, so there is "
@@ -161,7 +161,7 @@ def raise_unless_equal(found: Replay) -> None:
 
 
 def _settings(run: Path) -> PlannedConfig:
-    """The planned settings of the run. Raises ConfigError for a run that cannot be replayed."""
+    """The planned settings of the run. Raises ConfigError if it cannot be replayed."""
     if not holds_run(run):
         raise ConfigError(f"{run} holds no run: name a folder that `slipstream train` wrote")
     file = run / "resolved.toml"
@@ -187,14 +187,14 @@ def _settings(run: Path) -> PlannedConfig:
 
 
 def _shares_kernels(config: RunConfig) -> bool:
-    """Whether the run did, which folders of before the setting do not say, and this machine can."""
+    """Whether the run did (folders older than the setting do not say) and this machine can."""
     engine = read_engine(on_cpu=False)
     has_kernels = gpu_capability() == CAPABILITY and engine is not None and engine.has_flash3
     return config.model.shared_kernels is True and has_kernels
 
 
 def _way_to(run: Path, step: int, config: PlannedConfig) -> tuple[Path | None, tuple[int, ...]]:
-    """The checkpoint that a replay of `step` begins with, None for the start model, and the batches from there on.
+    """The first checkpoint of a replay of `step`, None for the start model, and the batches from there on.
     Raises DataError when one of them is not kept."""
     from slipstream.trainer.checkpoints.checkpoint import CheckpointStore
 
@@ -281,7 +281,7 @@ def _check_frozen(identity: Mapping[str, str], trained: Trained) -> None:
 
 
 def _compared(row: Mapping[str, Any], metrics: Mapping[str, float]) -> Iterable[Metric]:
-    """Everything that training gives, judged metrics first; a recorded number that was not finite is None."""
+    """All metrics of training, judged ones first; None for a recorded number that was not finite."""
     names = [name for name in JUDGED if row.get(name) or name in metrics]  # rows later than a skipped one have a 0
     names += [name for name in metrics if name not in JUDGED and not name.startswith(_OF_A_PROCESS)]
     for name in names:
@@ -290,7 +290,7 @@ def _compared(row: Mapping[str, Any], metrics: Mapping[str, float]) -> Iterable[
 
 
 def _changed_since(run: Path, row: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The settings that resumes after this row have changed."""
+    """The settings changed by resumes after this row."""
     if row is None:
         return ()
     starts = [event for event in read_events(run, kinds=("start",)) if event["lineage"] > row["lineage"]]

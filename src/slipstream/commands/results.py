@@ -1,4 +1,4 @@
-"""Kept results of `slipstream eval`: what an evaluation found, as `runlog.evaluations` keeps it."""
+"""Kept results of `slipstream eval`: an evaluation in the form of `runlog.evaluations`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slipstream.runlog.redaction import hide_userinfo, redact
 
 
 def place_of(target: Target, out: Path | None) -> Path | None:
-    """The file to keep results in: `out`, or a new one in the folder of the run that the weights come from; None where
-    there is neither. Raises `ConfigError` where it cannot be made."""
+    """The file to keep results in: `out`, or a new one in the folder of the weights' run; None if
+    there is neither. Raises `ConfigError` if it cannot be made."""
     if out is None and target.run is not None:
         return new_place(target.run)
     if out is not None:
@@ -36,7 +36,7 @@ def kept(
     *,
     has_tokens: bool = True,
 ) -> KeptEvaluation:
-    """What is kept of an evaluation. Secrets in the settings and user information in the address are left out.
+    """The record of an evaluation. Secrets in the settings and user information in the address are left out.
     `has_tokens`: whether the tokens of its rollouts are the model's."""
     section, given = config.environment, config.evaluation
     assert section is not None

@@ -25,10 +25,10 @@ class MixturePart(Section):
     settings: dict[str, Any] = {}
     """As `environment.settings`."""
     system_prompt: str | None = None
-    """As `environment.system_prompt`, in whose place it stands. Not set: that one."""
+    """As `environment.system_prompt`, in its place. Not set: that one."""
     num_train_tasks: bounds.Items | None = None
-    """Size of the part's training set, which has an order of its own and repeats in a fresh shuffle when it is used
-    up. Not set: all rows of a file, 10,000 of what is made by a program."""
+    """Size of the part's training set, with an order of its own; it repeats in a fresh shuffle when it is used
+    up. Not set: all rows of a file, 10,000 of a program's tasks."""
     group_size: bounds.GroupSize | None = None
     """Completions for each prompt, at most `algorithm.group_size`. Not set: as many."""
     max_tokens: bounds.Tokens | None = None

@@ -1,6 +1,6 @@
-"""Reinforcement-learning recipes: the values that each gives to the fields of [algorithm] that are `auto`.
+"""Reinforcement-learning recipes: each one's values for the fields of [algorithm] that are `auto`.
 
-Pure. A field that the user set is never changed, and the result of `resolved` has no `auto`. A recipe is data: no other
+Pure. The user's fields are never changed, and the result of `resolved` has no `auto`. A recipe is data: no other
 code branches on its name.
 """
 
@@ -38,7 +38,7 @@ _GRPO: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's source, and the fields in which it differs from `grpo`."""
+    """A recipe's source, and its differences from `grpo`."""
 
     source: str
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -83,7 +83,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The value that replaces an `auto` of [algorithm], and why."""
+    """The value in place of an `auto` of [algorithm], and why."""
 
     name: str
     value: Any
@@ -91,7 +91,7 @@ class Choice:
 
 
 def choices(algorithm: RLConfig) -> Iterator[Choice]:
-    """One `Choice` for each field that is `auto`; a field comes after those that its value depends on."""
+    """One `Choice` for each field that is `auto`; a field comes after all fields its value depends on."""
     recipe = RECIPES[algorithm.kind]
     values: dict[str, Any] = {}
 
@@ -132,5 +132,5 @@ def resolved(algorithm: RLConfig) -> PlannedRL:
 
 
 def needs_engine_logprobs(algorithm: PlannedRL) -> bool:
-    """Whether the loss reads the log-probabilities that the engine sampled with."""
+    """Whether the loss reads the log-probabilities of the engine's sampling."""
     return algorithm.old_policy == "engine" or algorithm.importance_sampling != "none"

@@ -1,4 +1,4 @@
-"""The sections [data] and [algorithm] of supervised fine-tuning: which rows, how long, and what carries loss."""
+"""The sections [data] and [algorithm] of supervised fine-tuning: the rows, their length, and the tokens with loss."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ class DataConfig(Section):
 
     path: str
     """JSON lines, parquet, a folder (of such files, or of `datasets.save_to_disk`), or the name of a data set on the
-    Hugging Face hub, `org/name`, where there is no such folder. A row has messages (`[{"role", "content"}, ...]`), or a
+    Hugging Face hub, `org/name`, if there is no such folder. A row has messages (`[{"role", "content"}, ...]`), or a
     prompt and a completion; and perhaps `tools` and `system`. All fields of a message reach the chat template; a
-    `weight` of 0 keeps one out of the loss. What is not read is counted."""
+    `weight` of 0 keeps one out of the loss. Unread rows are counted."""
     split: str = ""
-    """Which split of a folder that has several. Not set: `train`, or the only one."""
+    """The split to read of a folder with several. Not set: `train`, or the only one."""
     subset: str = ""
     """The configuration of a data set with several, on the hub or in a folder: `main` of `openai/gsm8k`, say."""
     max_examples: bounds.Items | None = None
-    """Most rows of `path` that are used, the first ones; the others are counted. Not set: all."""
+    """Most rows of `path` to use, the first ones; the others are counted. Not set: all."""
     messages_column: str = ""
     """The column of messages. Not set: `messages`, `conversations`."""
     prompt_column: str = ""
-    """The column of prompts, text or messages. Not set: the first of `prompt`, `question`, `instruction`, `query`,
-    `problem`, `input` that a row has. A dot leads into a column: `extra_info.question`."""
+    """The column of prompts, text or messages. Not set: the first of a row's `prompt`, `question`, `instruction`,
+    `query`, `problem`, `input`. A dot leads into a column: `extra_info.question`."""
     completion_column: str = ""
     """The column of completions. Not set: the first of `completion`, `response`, `output`, `solution`, `answer`."""
     eval_path: str | None = None
-    """Held-out rows, in any of the forms of `path`: their loss is measured when [evaluation] says, as `eval/loss`. A
-    row that is in both is not trained on. Not set: those of `eval_split` or `eval_fraction`, or none."""
+    """Held-out rows, in any of the forms of `path`: their loss is measured at the times of [evaluation], as
+    `eval/loss`. A row in both is not trained on. Not set: those of `eval_split` or `eval_fraction`, or none."""
     eval_split: str = ""
-    """The split of `eval_path`, or without it of `path`, that is held out."""
+    """The held-out split of `eval_path`, or without it of `path`."""
     eval_fraction: bounds.BelowOne = 0.0
     """About this part of the rows of `path` is held out, each by its text alone, so in every run the same; 0: none."""
     max_length: bounds.Tokens | None = None
     """Most tokens of a conversation, within the model's context. Not set: the context."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
-    """What becomes of a longer conversation: it is left out, only its first `max_length` tokens are trained on, or the
-    run does not start. What is left out or cut is counted."""
+    """Handling of a longer conversation: it is left out, only its first `max_length` tokens are trained on, or the
+    run does not start. Omitted and cut conversations are counted."""
 
     @property
     def has_eval(self) -> bool:
@@ -85,5 +85,5 @@ class SFTConfig(Section):
 
     kind: Literal["sft"] = "sft"
     train_on: TrainOn = "all"
-    """What carries loss: the `last` assistant turn of a conversation, `all` its assistant turns, or `everything`, every
-    token of the conversation, prompts and system message included."""
+    """The tokens with loss: the `last` assistant turn of a conversation, `all` its assistant turns, or `everything`,
+    every token of the conversation, prompts and system message included."""

@@ -1,4 +1,4 @@
-"""What a config amounts to: the questions that more than one place asks of it. Pure."""
+"""Facts about a config, for several users of it. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.config.recipes import resolved
 from slipstream.config.schema import RLConfig, RunConfig
 
 BY_BITSANDBYTES = frozenset({"adamw_8bit", "adamw_paged", "adamw_paged_8bit"})
-"""Optimizers that need this library."""
+"""Optimizers in need of this library."""
 
 
 def uses_engine(config: RunConfig) -> bool:
@@ -43,7 +43,7 @@ def rolls_out(config: RunConfig) -> bool:
 
 
 def generates_for(config: PlannedConfig, step: int) -> bool:
-    """Whether a step is trained on what the engine generates by the weights before it."""
+    """Whether a step trains on samples of the engine from the weights before it."""
     if config.method is None:
         return config.algorithm.kind != "sft"
     return step < config.training.steps and config.method.rolls_out_at(step)
@@ -63,30 +63,30 @@ def measures_loss(config: RunConfig) -> bool:
 
 
 def publishes_adapter(config: RunConfig) -> bool:
-    """Whether a version is an adapter alone, which the engine loads beside a base that stays."""
+    """Whether a version is an adapter alone, loaded by the engine beside a constant base."""
     return config.lora is not None and config.weights.bridge in ("lora", "single_copy")
 
 
 def bridge_of(config: RunConfig) -> str:
-    """`weights.bridge`, or what its `auto` becomes under an adapter that vLLM loads."""
+    """`weights.bridge`, or the value of its `auto` under an adapter for vLLM."""
     by_itself = config.lora is not None and not config.lora.dora
     return "lora" if config.weights.bridge == "auto" and by_itself else config.weights.bridge
 
 
 def keeps_versions(bridge: str) -> bool:
-    """Whether versions by this bridge are files that an engine can load later than the others, in the running engine:
+    """Whether this bridge's versions are files for an engine to load later than the others, in the running engine:
     it may stay on its version for a while."""
     return bridge in ("disk", "lora")
 
 
 def apply_timeout_s(config: PlannedConfig) -> float:
-    """How long an update may take, the completions included that it waits for under `drain`."""
+    """Time limit of an update, with the completions it waits for under `drain`."""
     waits = config.weights.in_flight == "drain" and config.training.staleness > 0
     return config.weights.apply_timeout_s + waits * config.inference.request_timeout_s
 
 
 def keeps_copy(config: RunConfig) -> bool:
-    """Whether the trainer keeps a copy of the published weights, to find what changed."""
+    """Whether the trainer keeps a copy of the published weights, to find changes."""
     return config.weights.delta and uses_engine(config)
 
 
@@ -101,7 +101,7 @@ def uses_critic(config: RunConfig) -> bool:
 
 
 def has_curriculum(config: RunConfig) -> bool:
-    """Whether the weights of a mixture follow what was learnt."""
+    """Whether the weights of a mixture follow the learning."""
     environment = config.environment
     return isinstance(config.algorithm, RLConfig) and environment is not None and environment.curriculum == "adaptive"
 
@@ -140,10 +140,10 @@ def engine_workers(config: RunConfig) -> int:
 
 
 def update_phase(config: RunConfig) -> str:
-    """What the terminal calls bringing a new version to the engine."""
+    """The terminal's name for bringing a new version to the engine."""
     return "start vLLM on the new weights" if config.weights.bridge == "restart" else "update weights"
 
 
 def usual_reward_workers(num_cpus: int) -> int:
-    """`environment.reward_workers` where it is `auto`: one core is left to the rest."""
+    """`environment.reward_workers` if it is `auto`: one core is left to the rest."""
     return max(1, num_cpus - 1)

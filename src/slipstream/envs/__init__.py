@@ -1,7 +1,7 @@
 """Environments: tasks, conversations about them, and their rewards. One environment serves SFT, RL and evaluation.
 
 This package starts no engine and no training. It is given a policy to talk to (`policy.py` records its tokens) and
-computes rewards, which are user code, in processes that can be killed (`scoring/pool.py`).
+computes rewards, as they are user code, in killable processes (`scoring/pool.py`).
 """
 
 from slipstream.envs.base import (

@@ -1,18 +1,18 @@
 """Checks before a run that the reward separates correct answers from junk (`slipstream env test`).
 
-Where an environment has several turns, tools or a `run` of its own, its episodes are played: gold answers that are
+Environments with several turns, tools or a `run` of their own have their episodes played: gold
 conversations turn by turn, and junk in every turn. The caller renders the result. Accuracy is the fraction of scores
-that reach `threshold`. The rules:
+of at least `threshold`. The rules:
 
 - gold accuracy is at least 0.99: an environment that rejects its own answers cannot be learnt;
 - `empty` and `prompt` (the question repeated) are right at most 0.05 times as often as gold;
 - `shuffled` (gold's characters in another order) and `other_row` (a different answer of another task) are right at most
   half as often as gold. Some tasks have several correct answers, so a few hits are allowed; with only two possible
   answers `other_row` is always the wrong one, because equal texts are left out;
-- the mean reward of each kind of junk is below gold's by at least a twentieth of the range of all rewards, so that a
-  graded reward still has a slope;
+- the mean reward of each kind of junk is below gold's by at least a twentieth of the range of all rewards: a graded
+  reward still has a slope;
 - no kind of junk makes the reward fail: an untrained policy writes junk;
-- without gold answers, of which RL needs none, `empty` and `prompt` are right in one task of twenty at most;
+- without gold answers (RL needs none) `empty` and `prompt` are right in one task of twenty at most;
 - fewer than half of the held-out prompts are training prompts: otherwise `split` is ignored.
 
 The rules hold for each part of a mixture by itself.
@@ -47,7 +47,7 @@ MIN_GOLD_ACCURACY = 0.99
 MAX_ACCURACY: Mapping[Kind, float] = {"empty": 0.05, "prompt": 0.05, "shuffled": 0.5, "other_row": 0.5}
 MIN_MARGIN = 0.05
 MAX_SHARED = 0.5
-"""Fraction of the held-out prompts; a run drops training prompts that are held out."""
+"""Fraction of the held-out prompts; a run drops held-out prompts from training."""
 _NUM_HELD_OUT = 8
 _STOP_AFTER_TIMEOUTS = 3
 _AT_ONCE = 32
@@ -70,9 +70,9 @@ class KindResult:
     num_timeouts: int = 0
     first_failure: str = ""
     first_failed: str = ""
-    """The first completion that failed, and its prompt."""
+    """The first failed completion, and its prompt."""
     part: str = ""
-    """The part of a mixture whose tasks these are of."""
+    """The part of a mixture with these tasks."""
 
     @property
     def num_scored(self) -> int:
@@ -86,7 +86,7 @@ class KindResult:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of them whose reward reaches the threshold; 0 if there are none."""
+        """Fraction of rewards of at least the threshold; 0 if there are none."""
         return sum(reward >= self.threshold for reward in self.rewards) / max(1, len(self.rewards))
 
 
@@ -101,11 +101,11 @@ class EnvironmentCheck:
     failures: list[str]
     """One sentence each."""
     without_gold: str = ""
-    """Says that tasks have no gold answer, so that parts are unchecked and SFT on them is not possible."""
+    """Says that tasks have no gold answer: parts are unchecked, and SFT on them is not possible."""
     num_gold: int = 0
-    """Tasks that have one."""
+    """Tasks with a gold answer."""
     notes: tuple[str, ...] = ()
-    """What else there is to know."""
+    """Further information."""
 
 
 async def check_environment(
@@ -121,7 +121,7 @@ async def check_environment(
     """Grades gold and junk for `num_tasks` training tasks, in a mixture of each part, and applies the rules; with
     `held_out`, also checks whether held-out tasks are among them. `rehearsal` plays the episodes; without it texts
     alone are graded. All texts end with the first string of `stop` in them, as the policy's do. Stops after three
-    timeouts, because a reward that hangs would take a deadline for each completion."""
+    timeouts: a hanging reward would take a deadline for each completion."""
     parts = list(parts_of(environment))
     made = make_tasks(environment, "train", num_tasks * len(parts))
     hosted = [part for part, each in parts_of(environment).items() if each.plays_itself]
@@ -197,8 +197,8 @@ def _without_gold(tasks: Sequence[Task], golds: Mapping[str, object]) -> str:
 
 
 def completions(known: Sequence[tuple[Task, str | None]]) -> dict[Kind, list[tuple[Task, str]]]:
-    """The completions to grade for tasks and their gold answers, where they have one; junk that equals gold except for
-    case or white space is left out."""
+    """The completions to grade for tasks and their gold answers, if any; junk that equals gold except for case or white
+    space is left out."""
     draw = random.Random(0)
     golds = [gold for _, gold in known if gold is not None]
     plays: dict[Kind, list[tuple[Task, str]]] = {kind: [] for kind in KINDS}
@@ -216,7 +216,7 @@ def completions(known: Sequence[tuple[Task, str | None]]) -> dict[Kind, list[tup
 
 
 def judge_results(results: Sequence[KindResult]) -> list[str]:
-    """One sentence for each rule that the results break."""
+    """One sentence for each rule broken by the results."""
     failures: list[str] = []
     # Usually one mistake shows in every kind.
     failed = sorted((result for result in results if result.num_failed), key=lambda result: result.first_failure)
@@ -294,7 +294,7 @@ async def _play(
             failed.append(f"{_short(completion)} to {_short(task.prompt[-1].content)}")
 
     num_timeouts = 0
-    # The first ones one at a time: a reward that always hangs should cost a few deadlines, not a batch of them.
+    # The first ones one at a time: a reward in a constant hang should cost a few deadlines, not a batch of them.
     starts = [*range(min(_STOP_AFTER_TIMEOUTS, len(plays))), *range(_STOP_AFTER_TIMEOUTS, len(plays), _AT_ONCE)]
     for start, end in itertools.pairwise([*starts, len(plays)]):
         await asyncio.gather(*(grade(task, completion) for task, completion in plays[start:end]))
@@ -322,6 +322,6 @@ def _shuffled(gold: str, draw: random.Random) -> str:
 
 
 def _other(golds: Sequence[str], row: int) -> str | None:
-    """The next row's answer that is a different text."""
+    """The next row's answer with a different text."""
     following = (golds[(row + step) % len(golds)] for step in range(1, len(golds)))
     return next((gold for gold in following if not _same(gold, golds[row])), None)

@@ -1,4 +1,4 @@
-"""Environments made of a function or rows that give tasks, and a reward, of a user's file or a Python caller."""
+"""Environments of a user's file or a Python caller: a function or rows for tasks, and a reward."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.records import Task
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
-"""Columns that hold the prompt, in this order."""
+"""Columns for the prompt, in this order."""
 _RENDERED = {*MESSAGES, *PROMPTS, *COMPLETIONS, "tools"} - {"answer"}
-"""Columns that the model reads or imitates; an answer may be what a reward reads."""
+"""Columns for the model to read or imitate; an answer may be a reward's input instead."""
 RewardFunction = Callable[[Task, str], Reward | Awaitable[Reward]]
 AnyReward = RewardFunction | NamedReward | str | Sequence[Any]
 """A function, a reward of `slipstream.envs.rewards`, its name, or the parts of a rubric."""
 _TESTS = ("test", "validation", "eval")
-"""Splits of a `DatasetDict` that are meant to be held out."""
+"""Held-out splits of a `DatasetDict`."""
 Maker = Callable[[int, Mapping[str, Any]], Environment]
 
 
 class _Graded(SingleTurn):
-    """An environment with a reward of the library, which takes what it grades from the whole text."""
+    """An environment with a reward of the library. The reward takes its part from the whole text."""
 
     def __init__(self, name: str, reward: NamedReward, seed: int) -> None:
         super().__init__(seed)
@@ -112,7 +112,7 @@ class RowEnvironment(_Graded):
 
 
 class FunctionEnvironment(_Graded):
-    """A function that makes tasks, and their reward."""
+    """A function for tasks, and their reward."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class FunctionEnvironment(_Graded):
         self._make_tasks, self._settings = make_tasks, settings
 
     def tasks(self, split: Split, num_tasks: int) -> list[Task]:
-        """The tasks, which the reward has checked."""
+        """The tasks, checked by the reward."""
         found = as_tasks(self._make_tasks(split, num_tasks, self.seed, **self._settings), split, self.name)
         self._check(found)
         return found
@@ -136,8 +136,8 @@ _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
 def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> PythonObject:
-    """An environment of what a caller passes as `tasks`: an `Environment` (object or class), a function
-    `tasks(split, num_tasks, seed)`, or rows, of which each is a mapping with a prompt and perhaps an `answer`.
+    """An environment of a caller's `tasks`: an `Environment` (object or class), a function
+    `tasks(split, num_tasks, seed)`, or rows: mappings with a prompt and perhaps an `answer`.
 
     `reward` is a function `reward(task, completion)`, a reward of `slipstream.envs.rewards`, or its name, and is not
     given with an `Environment`. A `DatasetDict` of Hugging Face's `datasets` holds out its split for tests.
@@ -161,12 +161,12 @@ def pack_environment(tasks: Any, eval_tasks: Any = None, reward: Any = None) -> 
         label = getattr(tasks, "__name__", "tasks")
         return pack(label, partial(FunctionEnvironment, label, tasks, reward), tasks, *reward.sources())
     rows, held_out = _rows_of(tasks, "tasks"), None if eval_tasks is None else _rows_of(eval_tasks, "eval_tasks")
-    RowEnvironment("tasks", rows, held_out, reward)  # what is wrong with a row is said here
+    RowEnvironment("tasks", rows, held_out, reward)  # reports a row's faults here
     return pack("rows", partial(_of_rows, rows, held_out, reward), rows, held_out, *reward.sources())
 
 
 def _stable(value: Any) -> str:
-    """The `repr` of a value; a set's elements are in an order that is the same in each process."""
+    """The `repr` of a value; a set's elements are in the same order in each process."""
     if isinstance(value, set | frozenset):
         return repr(sorted(map(repr, cast("set[Any]", value))))
     return repr(value)
@@ -179,7 +179,7 @@ def pack_rows(data: Any) -> PythonObject:
 
 
 def load_python_environment(name: str, seed: int, settings: Mapping[str, Any]) -> Environment:
-    """The environment that was packed under `name`. Raises ConfigError."""
+    """The environment packed under `name`. Raises ConfigError."""
     maker: Maker = load(name)
     return maker(seed, settings)
 
@@ -253,8 +253,8 @@ def _splits_of(tasks: Any, eval_tasks: Any) -> tuple[Any, Any]:
 
 
 def _as_task(row: Mapping[str, Any], reward: NamedReward, where: str) -> dict[str, Any]:
-    """The row as a task: its prompt under `prompt`, its answer as text or as `ground_truth`. Rows of verl's form have
-    theirs where verl puts them."""
+    """The row as a task: its prompt under `prompt`, its answer as text or as `ground_truth`. In rows of verl's form
+    both are in verl's places."""
     if "reward_model" in row and "answer" not in row:
         found = _verl_task(row, where)
     else:

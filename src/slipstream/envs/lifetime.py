@@ -1,4 +1,4 @@
-"""What an environment sets up once for a run, and closes at its end, both bounded in time."""
+"""An environment's setup, once for a run, and its close at the end, both bounded in time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def set_up(environment: Environment, timeout_s: float) -> None:
             await environment.setup()
     except SlipstreamError:
         raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code, whatever it raises
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # any error of the user's code
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
         if isinstance(error, TimeoutError) and limit.expired():
@@ -50,7 +50,7 @@ async def shut_down(environment: Environment, warn: Callable[[str], None]) -> No
 
 @contextlib.asynccontextmanager
 async def in_use(environment: Environment, timeout_s: float, warn: Callable[[str], None]) -> AsyncGenerator[None]:
-    """Sets the environment up for the block, and closes it afterwards, also where the setup failed half-way."""
+    """Sets the environment up for the block, and closes it afterwards, even if the setup failed half-way."""
     environment.attach(warn)
     try:
         await set_up(environment, timeout_s)

@@ -1,5 +1,5 @@
-"""Several environments as one (`environment.mixture`): each task belongs to a part, whose environment does all that
-happens with it."""
+"""Several environments as one (`environment.mixture`): each task belongs to a part, and the part's environment handles
+it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Mixture(Environment):
     tools_in_prompts = True
 
     def __init__(self, config: EnvironmentConfig, load: Load) -> None:
-        """`load` constructs the environment of a part. Raises ConfigError that names the part."""
+        """`load` constructs the environment of a part. Raises ConfigError with the part's name."""
         self.name = "the mixture of " + ", ".join(config.mixture)
         super().__init__(config.seed)
         self._settings = dict(config.mixture)
@@ -65,7 +65,7 @@ class Mixture(Environment):
         return max(each.max_turns for each in self.parts.values())
 
     def part_of(self, task: Task) -> Environment:
-        """The environment that a task belongs to."""
+        """The environment of a task."""
         return self.parts[task.part]
 
     def limits(self, task: Task) -> Limits:
@@ -91,7 +91,7 @@ class Mixture(Environment):
 
     @property
     def num_train_tasks(self) -> int:
-        """Of all parts together."""
+        """Tasks of all parts together."""
         return sum(self._num_train_tasks(name) for name in self.parts)
 
     def _num_train_tasks(self, name: str) -> int:
@@ -172,7 +172,7 @@ class Mixture(Environment):
 
 
 class _Instructed:
-    """The policy with the system prompt of a part, also before messages that the part's `run` writes itself."""
+    """The policy with the system prompt of a part, also before messages written by the part's `run`."""
 
     def __init__(self, policy: Policy, system: str) -> None:
         self._policy = policy
@@ -190,7 +190,7 @@ class _Instructed:
 
 
 def shares(number: int, most: Sequence[int]) -> list[int]:
-    """`number` things given out one by one in turn to those that still take some; at most so many to each."""
+    """`number` things given out one by one in turn to the places with room; at most so many to each."""
     given = [0] * len(most)
     while left := min(number, sum(most)) - sum(given):
         open_ones = [place for place, limit in enumerate(most) if given[place] < limit]

@@ -3,8 +3,8 @@ passed in.
 
 Trained tokens are the sampled tokens, never re-made from text. If a turn's prompt begins with all tokens of an earlier
 sequence, that sequence is extended: the environment's tokens with mask False, then the sampled tokens with mask True.
-Otherwise (a template that drops earlier thinking, text that tokenizes differently from how it was sampled) a new
-sequence begins. Prefixes are compared as tokens, never as text.
+Otherwise a new sequence begins: the template drops earlier thinking, say, or sampled text tokenizes differently.
+Prefixes are compared as tokens, never as text.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _WINDOW_TOKENS = 64
 
 
 class Tokenizer(Protocol):
-    """The methods of `data.chat_template.ChatTokenizer` that a conversation needs."""
+    """The methods of `data.chat_template.ChatTokenizer` needed for a conversation."""
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation, up to the start of the assistant's next turn."""
         ...
 
     def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
-        """The images of a conversation, which has some, with their places in its tokens."""
+        """The images of a conversation with images, and their places in its tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode_turn(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """The text of a sampled turn, as `decode`; and with its special tokens but without the one that ended it."""
+        """A sampled turn's text, as `decode`, and its text with special tokens, except for its end token."""
         ...
 
 
@@ -53,14 +53,14 @@ class Prompt(NamedTuple):
     token_ids: list[int]
     """Several episodes may share them: they are never changed."""
     opens_thinking: bool
-    """Whether it ends with `<think>`, which some templates append: the graded text must include it."""
+    """Whether it ends with `<think>`, appended by some templates: the graded text must include it."""
     media: tuple[Media, ...] = ()
     """Its images, with their places in the tokens."""
 
 
 class Prompts:
-    """Renders the prompts of episodes that begin with the same conversation, such as those of a group: that one is
-    rendered once."""
+    """Renders the prompts of episodes with the same first conversation, such as a group's: its prompt is rendered
+    once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -85,9 +85,9 @@ class Prompts:
 class RecordingPolicy:
     """Sends turns to the engine and records every token of one episode.
 
-    `generate(prompt_ids, max_tokens, tools, media)` samples a turn; `max_tokens` is None where the run's own limit
-    holds, `media` are the prompt's images.
-    `task_prompt`: the task's messages, whose tools and images belong to messages that `run` writes itself, too.
+    `generate(prompt_ids, max_tokens, tools, media)` samples a turn; `max_tokens` None: the run's own limit; `media`:
+    the prompt's images.
+    `task_prompt`: the task's messages. Their tools and images also apply to equal messages written by `run`.
     `context_length`, in tokens, bounds a prompt and its turn together. `call_tool` runs a call of a tool.
     `prompts`: shared with other episodes, or this episode's own.
     """
@@ -120,7 +120,7 @@ class RecordingPolicy:
         self.sequences: list[TokenSequence] = []
         """The tokens so far, see `records.Sequence`."""
         self.spans: list[TurnSpan] = []
-        """The sampled tokens of each turn, in the order in which the turns ended."""
+        """The sampled tokens of each turn, in the order of the turns' ends."""
         self.conversation: list[Message] = []
         """All messages of the last turn, its reply included."""
         self.truncated = False
@@ -130,10 +130,10 @@ class RecordingPolicy:
         self.num_tool_calls = 0
         self.num_tool_failures = 0
         self.tool_error = ""
-        """For people: the first details of a tool that failed."""
+        """For people: the first details of a failed tool."""
         self._sampled: list[list[int]] = []
         self._texts: dict[str, str] = {}
-        """Each turn's text, by what the next conversation holds of it."""
+        """Each turn's text, by its content in the next conversation."""
         self._is_closed = False
 
     @property
@@ -147,8 +147,8 @@ class RecordingPolicy:
         return self.conversation[-1].content if self.conversation else ""
 
     def close(self) -> None:
-        """Ends the episode: no tokens can be added while it is graded and trained on. Raises `IntegrityError` if the
-        tokens to train on are not those that were sampled, turn by turn."""
+        """Ends the episode: no tokens can be added during grading and training. Raises `IntegrityError` if the tokens
+        to train on differ from the sampled ones, turn by turn."""
         self._is_closed = True
         check_recorded(self.sequences, self.spans, self._sampled)
 
@@ -162,8 +162,8 @@ class RecordingPolicy:
             self._known[bare] = message
 
     def _completed(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
-        """The conversation with what belongs to it and `run` need not repeat: the task's tools, the images and other
-        fields of the task's messages, the special tokens of earlier turns."""
+        """The conversation with the parts `run` need not repeat: the task's tools, the images and other fields of the
+        task's messages, the special tokens of earlier turns."""
         if tools is None:
             tools = _tools_of(messages) or self._tools
         bare = [msgspec.structs.replace(message, tools=()) if message.tools else message for message in messages]
@@ -193,7 +193,7 @@ class RecordingPolicy:
         self.spans.append(record_turn(self.sequences, prompt_ids, completion, media))
         self._sampled.append(completion.token_ids)
         self.truncated |= completion.finish_reason == "length"
-        # From its tokens, stop strings included: rewards and later turns see what was sampled.
+        # From the tokens, stop strings included: rewards and later turns see the sampled text.
         text, whole = self._tokenizer.decode_turn(completion.token_ids)
         if opens_thinking:
             text, whole = THINK_OPEN + text, THINK_OPEN + whole
@@ -236,8 +236,8 @@ class RecordingPolicy:
         return media
 
     def _keep_full(self, messages: Sequence[Message]) -> None:
-        """Makes the conversation without room the last one, up to its last turn, if it has any. An episode that ends
-        here is graded by it; a sub-agent may have spoken since."""
+        """Makes the conversation without room the last one, up to its last turn, if it has any. If the episode ends
+        here, it is graded by this one; a sub-agent may have spoken since."""
         said = [
             place for place, each in enumerate(messages) if each.role == "assistant" and each.content in self._texts
         ]
@@ -261,7 +261,7 @@ def _tools_of(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
 
 
 def following(prompt: Sequence[Message], conversation: Sequence[Message]) -> list[Message]:
-    """The messages of a conversation that are not the task's, also where `run` wrote its own in place of these."""
+    """The messages of a conversation beyond the task's, also if `run` wrote its own in place of the task's."""
     pairs = enumerate(zip(conversation, prompt, strict=False))
     same = next((n for n, (a, b) in pairs if (a.role, a.content) != (b.role, b.content)), len(prompt))
     return list(conversation[same:])
@@ -270,7 +270,7 @@ def following(prompt: Sequence[Message], conversation: Sequence[Message]) -> lis
 def check_recorded(
     sequences: Sequence[TokenSequence], spans: Sequence[TurnSpan], sampled: Sequence[Sequence[int]]
 ) -> None:
-    """Raises `IntegrityError` unless the tokens that are trained on are exactly those `sampled`, turn by turn."""
+    """Raises `IntegrityError` unless the tokens to train on are exactly `sampled`, turn by turn."""
     for number, (span, tokens) in enumerate(zip(spans, sampled, strict=True)):
         sequence = sequences[span.sequence]
         place = slice(span.start, span.end)
@@ -283,7 +283,7 @@ def check_recorded(
 
 def num_thinking(text: str, token_ids: list[int], tokenizer: Tokenizer) -> int:
     """Number of a turn's sampled tokens before the end of its last `</think>`; all of them if it never closes. `text`
-    is the decoded turn, with a `<think>` that the template opened."""
+    is the decoded turn, with a `<think>` opened by the template."""
     before, _, after = text.rpartition(THINK_CLOSE)
     if THINK_OPEN in after:
         return len(token_ids)
@@ -305,7 +305,7 @@ def record_turn(
     sequences: list[TokenSequence], prompt_ids: list[int], completion: Completion, media: Sequence[Media] = ()
 ) -> TurnSpan:
     """Adds a turn to `sequences` in place: to the latest sequence that is a prefix of the prompt, images included,
-    otherwise to a new one. Returns where its sampled tokens lie."""
+    otherwise to a new one. Returns the span of its sampled tokens."""
     logprobs = completion.logprobs
     if logprobs is not None and len(logprobs) != len(completion.token_ids):
         raise IntegrityError(
@@ -321,7 +321,7 @@ def record_turn(
     start = len(prompt_ids)
     sequence.token_ids = [*prompt_ids, *completion.token_ids]
     sequence.media = list(media)
-    # What earlier turns were sampled with stays, also where the engine has computed their tokens again since.
+    # Earlier turns keep the experts of their sampling, even if the engine has computed their tokens again since.
     sequence.experts = _joined(sequence.experts, completion.experts) if sequence.experts else completion.experts
     sequence.mask += [False] * len(given) + [True] * len(completion.token_ids)
     if logprobs is None or sequence.logprobs is None:
@@ -343,7 +343,7 @@ def _continues(prompt_ids: list[int], media: Sequence[Media], sequence: TokenSeq
 
 
 def _joined(choices: ExpertChoices, later: ExpertChoices | None) -> ExpertChoices:
-    """`choices`, and for the tokens after them those of a later turn, which has the same tokens before them."""
+    """`choices`, extended for later tokens by those of a later turn, which begins with the same tokens."""
     if later is None or later.token_bytes != choices.token_bytes or len(later) <= len(choices):
         return choices
     return msgspec.structs.replace(choices, data=choices.data + later.data[len(choices.data) :])

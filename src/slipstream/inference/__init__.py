@@ -1,1 +1,1 @@
-"""Generation: supervised vLLM processes, and the client that talks to them."""
+"""Generation: supervised vLLM processes, and their client."""

@@ -1,7 +1,7 @@
 """`ChatServer`: a model at any OpenAI-compatible address, asked with messages (`/chat/completions`).
 
-It takes the place of an engine where only texts count, as in an evaluation. A conversation reaches it as the tokens of
-`MessageTokens`, which are bytes, and its reply leaves it as such: neither is the model's, so that nothing here can be
+It takes the place of an engine if only texts count, as in an evaluation. A conversation reaches it as the tokens of
+`MessageTokens`, which are bytes, and so does its reply leave it. Neither has the model's tokens: nothing here can be
 trained on. Guarantees: at most `concurrency` requests run at once; `openai_client` repeats a request until its own
 deadline; an abandoned request is an aborted completion with its reason, and is counted.
 """
@@ -43,7 +43,7 @@ class MessageTokens:
         return list(msgspec.json.encode(chat))
 
     def place_images(self, messages: Sequence[Message], token_ids: Sequence[int]) -> tuple[Media, ...]:
-        """The images of the messages, which have no tokens here."""
+        """The images of the messages; they have no tokens here."""
         return tuple(image for message in messages for image in message.media)
 
     def request(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[bytes, ...]]:
@@ -61,7 +61,7 @@ class MessageTokens:
 
 
 def _file_of(image: Media) -> bytes:
-    """As it is, if it is a PNG or JPEG file that lies upright: not every server turns images."""
+    """As it is, if it is an upright PNG or JPEG file: not every server turns images."""
     data = bytes_of(image)
     return data if _type_of(data) and is_plain(data) else encoded(decoded(data, f"image {image.uri:.80}"))
 
@@ -100,7 +100,7 @@ class ChatServer:
         self.num_counted = 0
         """Replies with such a count."""
         self.num_stops_unknown = 0
-        """Replies that may have ended with a stop string, which the server does not name."""
+        """Replies perhaps ended by a stop string, without the server naming it."""
 
     @property
     def each(self) -> tuple[ChatServer]:
@@ -142,7 +142,7 @@ class ChatServer:
         """See `Generates`: there is nothing to start."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Generates`. A request that is given up is an aborted completion."""
+        """See `Generates`. An abandoned request is an aborted completion."""
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.model,
@@ -150,7 +150,7 @@ class ChatServer:
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
         }
-        # What has no effect is left out: not every server knows all of them.
+        # Values without an effect are left out: not every server knows all of them.
         given = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
         body |= {name: value for name, (value, none) in given.items() if value != none}
         if request.seed is not None:
@@ -162,7 +162,7 @@ class ChatServer:
                 # The wait for a slot is not the server's time.
                 answer = await self._client.ask("POST", "/chat/completions", body, deadline_s=request.timeout_s)
             completion = self._completion(request.id, answer, sampling.stop)
-            # What a prompt's images are in the model is the server's business.
+            # A prompt's image tokens in the model are the server's business.
             return msgspec.structs.replace(completion, prompt_ids=request.prompt_ids if request.images else None)
         except Unanswered as error:
             return Completion(
@@ -187,7 +187,7 @@ class ChatServer:
         return Completion(name, data, None, "length" if reason == "length" else "stop")
 
     def _stop_string(self, choice: Mapping[str, Any], stop: Sequence[str], text: str) -> str:
-        """The stop string that ended a text. Servers leave it out of the text, and rewards see all that was sampled.
+        """The stop string at a text's end. Servers leave it out of the text, and rewards see all sampled text.
         vLLM and SGLang name it."""
         named = [choice[key] for key in ("stop_reason", "matched_stop") if key in choice]
         self.num_stops_unknown += not named

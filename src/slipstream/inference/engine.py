@@ -1,8 +1,8 @@
-"""`SupervisedEngine`: one engine process that is restarted when it dies; `RunEngine`: the protocol of an engine.
+"""`SupervisedEngine`: one engine process, restarted when it dies; `RunEngine`: the protocol of an engine.
 
 Guarantees: a dead engine is found by the next call at the latest. It is started again on the last verified version, at
 most `max_restarts` times in a run, each reported to `on_event`; after that, and whenever no verified version is
-available, the call raises. Requests that were running when the engine died raise too: the caller decides whether to ask
+available, the call raises. Requests running at the engine's death raise too: the caller decides whether to ask
 again.
 """
 
@@ -48,12 +48,12 @@ class RunEngine(Generates, TakesWeights, Protocol):
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """The Unix sockets that its processes answer on, for as long as the run lives."""
+        """The Unix sockets of its processes, for as long as the run lives."""
         ...
 
     @property
     def phases(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """For each engine the start-up phases that it has begun, each with its time by `time.monotonic`."""
+        """For each engine its begun start-up phases, each with its time by `time.monotonic`."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class RunEngine(Generates, TakesWeights, Protocol):
 
     @property
     def is_in_memory_only(self) -> bool:
-        """Whether one of its engines has, or had, weights that no file holds."""
+        """Whether one of its engines has, or had, weights in no file."""
         ...
 
     @property
@@ -88,7 +88,7 @@ class RunEngine(Generates, TakesWeights, Protocol):
         ...
 
     async def share(self, parameters: tuple[ParameterSpec, ...], timeout_s: float) -> tuple[SharedWeights, ...]:
-        """Handles of the live weights of each worker, for a trainer that writes them in place."""
+        """Handles of the live weights of each worker, for a trainer to write them in place."""
         ...
 
     async def sleep(self, timeout_s: float) -> None:
@@ -100,7 +100,7 @@ class RunEngine(Generates, TakesWeights, Protocol):
         ...
 
     async def leave(self, timeout_s: float) -> None:
-        """Leave the process group over which weights came, if there is one. It goes on with those that it has."""
+        """Leave the process group for new weights, if there is one. It goes on with its present ones."""
         ...
 
     async def stop(self) -> None:
@@ -157,7 +157,7 @@ class ParserFailures:
 
 
 class SupervisedEngine:
-    """An engine process that is restarted when it dies. All methods belong to one event loop, but for `kill`."""
+    """An engine process, restarted when it dies. All methods belong to one event loop, but for `kill`."""
 
     is_server = False
     wants_weights = False
@@ -175,8 +175,8 @@ class SupervisedEngine:
         launcher: Launcher = LOCAL,
         node: str = "",
     ) -> None:
-        """An engine that is silent for `silence_s` while a call waits is killed, and treated as dead. `ahead`: a
-        process that has imported vLLM and may become the engine. `launcher` starts it otherwise, on `node`."""
+        """An engine silent for `silence_s` while a call waits is killed, and treated as dead. `ahead`: a
+        process with vLLM imported, a possible engine. `launcher` starts it otherwise, on `node`."""
         self.process = EngineProcess(
             settings,
             log_path,
@@ -191,7 +191,7 @@ class SupervisedEngine:
         self._on_event = on_event
         self._reviving = asyncio.Lock()
         self._in_memory_by = ""
-        """The bridge by which the engine got weights that no file holds; empty when a file holds them."""
+        """The bridge of the engine's weights if no file holds them; empty if one does."""
         self.num_restarts = 0
         self._has_ended = False
         self._failures = ParserFailures(settings.tool_parser, on_event)
@@ -231,7 +231,7 @@ class SupervisedEngine:
         self.process.launch()
 
     async def wait_ready(self) -> EngineHealth:
-        """See `RunEngine`. One that was killed, or stopped for too long, before it was ready is started again."""
+        """See `RunEngine`. If it was killed, or stopped for too long, before it was ready, it is started again."""
         try:
             await self.process.wait_ready()
         except DeadlineError:
@@ -283,8 +283,8 @@ class SupervisedEngine:
         )
 
     async def replace(self) -> bool:
-        """Start a dead engine again on the weights of its first start, where no file holds its last ones. It must get a
-        whole version before it is asked anything: False."""
+        """Start a dead engine again on the weights of its first start, if no file holds its last ones. It must get a
+        whole version before any request: False."""
         async with self._reviving:
             if not self.process.is_alive():
                 await self._start_again(self.process.describe())
@@ -357,7 +357,7 @@ class SupervisedEngine:
         await self._in_memory(lambda client: client.go_on(version, timeout_s))
 
     async def _in_memory(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call an engine whose weights may be in memory only; for a dead one `revive` raises the remedy."""
+        """Call an engine with weights possibly in memory only; for a dead one `revive` raises the remedy."""
         if not self.process.is_alive():
             await self.revive()
         try:
@@ -372,18 +372,18 @@ class SupervisedEngine:
         await self.process.client.sleep(timeout_s)
 
     async def wake(self, timeout_s: float) -> None:
-        """See `RunEngine`; starts an engine that died asleep again."""
+        """See `RunEngine`; starts an engine again if it died asleep."""
         if not self.process.is_alive():
             await self.revive()
         await self.process.client.wake(timeout_s)
 
     async def leave(self, timeout_s: float) -> None:
-        """See `RunEngine`; one that is dead is in none."""
+        """See `RunEngine`; a dead one is in none."""
         if self.process.is_alive():
             await self.process.client.leave(timeout_s)
 
     def take_metrics(self) -> dict[str, float]:
-        """Completions since the last call on which the tool parser raised, once there was one."""
+        """Completions since the last call with an error of the tool parser, once there was one."""
         return self._failures.take()
 
     async def verify(self, ticket: Ticket, timeout_s: float) -> ApplyReport:

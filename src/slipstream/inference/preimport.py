@@ -1,8 +1,8 @@
-"""`EngineAhead`: a process that imports vLLM while the settings are still unknown, and then becomes the engine.
+"""`EngineAhead`: a process for importing vLLM while the settings are still unknown; it then becomes the engine.
 
-Its imports run beside the reading of model and data. Guarantees: it becomes the engine only where its environment is
-what the engine's would have been for everything that libraries read at import; it ends with the process that started
-it, and when nobody takes it.
+Its imports run beside the reading of model and data. Guarantees: it becomes the engine only if its environment equals
+the engine's in everything libraries read at import; it ends with its parent process,
+and when nobody takes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.processes.temporary import cache_root, private_folder, remove_te
 
 MODULE = "slipstream.inference.plugin.main"
 _READ_LATER = {start_marks.VARIABLE, "TMPDIR"}
-"""Environment variables that nothing reads at import."""
+"""Environment variables not read at import."""
 
 
 def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
@@ -42,8 +42,8 @@ def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
         "KMP_BLOCKTIME": "0",
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # A CPU's attention divides contexts among threads where there are few sequences; sums then depend on which requests
-    # a step happens to have, and the same run would not give the same bits.
+    # A CPU's attention divides contexts among threads if there are few sequences. Sums then depend on a step's chance
+    # requests, and the same run would not give the same bits.
     environment.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
     # Its usual place is in TMPDIR, another folder for each engine. Code is loaded from it, so it is private.
     if not environment.get("TORCHINDUCTOR_CACHE_DIR"):
@@ -60,7 +60,7 @@ def _with_ours(plugins: str) -> str:
 
 
 def check_plugin() -> None:
-    """Raise `ConfigError` where vLLM would not find the entry point of Slipstream's plugin: it would say so after its
+    """Raise `ConfigError` if vLLM would not find the entry point of Slipstream's plugin: vLLM would say so after its
     start of a minute."""
     if "slipstream" not in {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}:
         raise ConfigError(
@@ -75,7 +75,7 @@ class EngineAhead:
     def __init__(self, threads: int | None) -> None:
         self.began = time.monotonic()
         self.own = dict(os.environ)
-        """This process's environment at that time; libraries imported later may change it."""
+        """This process's environment at construction; libraries imported later may change it."""
         resources = Resources(threads=threads)
         self._environment = resources.environment(engine_environment(self.own))
         self._folder = exits.private_folder("ahead")
@@ -94,7 +94,7 @@ class EngineAhead:
 
     def take(self, settings: Path, environment: Mapping[str, str], log_path: Path) -> Child | None:
         """Order the process to become the engine of `settings`, with its output in the log, and return it. None, with
-        the reason in the log, when it has ended or `environment` differs in what libraries read at import; None when
+        the reason in the log, when it has ended or `environment` differs in variables read at import; None when
         it was taken before."""
         process, self._process = self._process, None
         if process is None:

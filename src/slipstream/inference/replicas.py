@@ -1,17 +1,17 @@
 """`EngineReplicas`: several engines behind the interface of one, with routing, updates of all, and restarts.
 
-A request goes to the engine with the fewest requests, but all of a group to the same one, whose prefix cache then
-serves them, while it has free places. Guarantees: from the start of an update until all engines have verified the
-version no request begins, so that no completion mixes in an older one; an engine whose update failed answers nothing; a
-dead engine's requests are sent to another once it is certain that no answer will come; a dead engine starts again in
-the background on its last verified version, and after too many deaths every call raises. Where no file holds its
-weights (`broadcast`) it stays out of service until the next version, which then comes whole. During an update that is
-so for the last one too: the trainer has the weights, and requests wait until it has repeated the update. A
+A request goes to the engine with the fewest requests. All requests of a group go to the same one while it has free
+places: its prefix cache serves them. Guarantees: from the start of an update until all engines have verified the
+version no request begins, and no completion mixes in an older one; an engine with a failed update answers nothing; a
+dead engine's requests are sent to another once no answer can come; a dead engine starts again in
+the background on its last verified version, and after too many deaths every call raises. If no file holds its
+weights (`broadcast`) it stays out of service until the next version, which then comes whole. During an update this also
+holds for the last one: the trainer has the weights, and requests wait until it has repeated the update. A
 server is always blank after its return, unless files have its version; with none left in service, requests wait for an
 update (`wants_weights`).
 
-`aside` lends one engine to somebody, on the version that it has: it gets no other requests and no updates. When it is
-given back it takes the versions that it missed, proves the newest, and serves again.
+`aside` lends one engine, on its present version: it gets no other requests and no updates. When given back, it takes
+the missed versions, proves the newest, and serves again.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class _Replica:
     is_serving: bool = True
     """Whether requests are routed to it; True also for a dead engine until its death is noticed."""
     is_blank: bool = False
-    """Whether it was started without the weights that it had, and waits for a version."""
+    """Whether it was started without its last weights, and waits for a version."""
     is_aside: bool = False
     """Whether it is lent: no request is routed to it, and it takes no version."""
     missed: list[Ticket] = field(default_factory=list[Ticket])
-    """What it did not take while it was aside: a whole version, if there was one, and the deltas after it."""
+    """Tickets not taken while it was aside: a whole version, if there was one, and the deltas after it."""
     restarting: asyncio.Task[None] | None = None
     in_flight: int = 0
     num_requests: int = 0
@@ -112,7 +112,7 @@ class EngineReplicas:
         self._on_event = on_event
         self._asked_by_others = asked_by_others
         self._homes: dict[str, _Replica] = {}
-        """By group id, the engine whose prefix cache holds its prompt."""
+        """By group id, the engine with its prompt in the prefix cache."""
         self._sessions: dict[str, _Replica] = {}
         """By the key of an agent's session, its engine."""
         self._updating = asyncio.Lock()
@@ -150,7 +150,7 @@ class EngineReplicas:
 
     @property
     def each(self) -> tuple[Member, ...]:
-        """The engines that are in service, without one that is aside."""
+        """The engines in service, without one aside."""
         return tuple(replica.engine for replica in self._in_use() if replica.is_serving)
 
     def _in_use(self) -> list[_Replica]:
@@ -166,7 +166,7 @@ class EngineReplicas:
         return (await self._all(lambda engine: engine.wait_ready()))[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion from any engine; sent to another when that engine dies."""
+        """One completion from any engine; sent to another if the engine dies."""
         while True:
             replica = await self._place_for(request.group_id)
             engine, completion = replica.engine, None
@@ -253,7 +253,7 @@ class EngineReplicas:
                 replica.restarting = asyncio.create_task(self._restarted(replica, others_have_weights=have_weights))
 
     async def _restarted(self, replica: _Replica, *, others_have_weights: bool) -> None:
-        """Start a dead engine again; `others_have_weights`: another engine or the trainer holds them, so that it may
+        """Start a dead engine again; `others_have_weights`: another engine or the trainer holds them, and it may
         start without."""
         try:
             if replica.engine.is_server or (replica.engine.is_in_memory_only and others_have_weights):
@@ -263,9 +263,9 @@ class EngineReplicas:
             else:
                 await replica.engine.revive()
                 replica.is_serving = replica.is_aside or not replica.missed
-        except Exception as error:  # noqa: BLE001 (raised by the next call, whoever makes it)
+        except Exception as error:  # noqa: BLE001 (raised by the next call)
             self._failure = self._failure or error
-            self._settled.set()  # no update will come for those who wait
+            self._settled.set()  # no update will come for the waiting ones
         finally:
             if replica.restarting is asyncio.current_task():
                 replica.restarting = None
@@ -307,8 +307,8 @@ class EngineReplicas:
             await self._wait_for_any_restart()
 
     async def joined(self) -> int:
-        """Wait until every engine runs, in service or not, but for one that is aside; returns the number of restarts.
-        Called by the trainer, which holds the weights."""
+        """Wait until every engine runs, in service or not, except one aside; returns the number of restarts.
+        The trainer, holder of the weights, calls it."""
         self._find_dead()
         for replica in self._in_use():
             if not replica.engine.is_up and replica.restarting is None:
@@ -319,8 +319,8 @@ class EngineReplicas:
         return self.num_restarts
 
     async def apply(self, ticket: Ticket, timeout_s: float) -> ApplyReport:
-        """Load and verify a version in all engines but one that is aside. No request begins until all have verified it;
-        engines that failed answer nothing until a later version succeeds."""
+        """Load and verify a version in all engines except one aside. No request begins until all have verified it;
+        failed engines answer nothing until a later version succeeds."""
         async with self._updating:
             self._raise_failure()
             self._settled.clear()
@@ -347,10 +347,10 @@ class EngineReplicas:
 
     @contextlib.asynccontextmanager
     async def aside(self, timeout_s: float) -> AsyncGenerator[Member]:
-        """One engine for the caller alone, on the version that it has, until the block ends: that with least to do.
-        Requests that it has already go on. A version that it missed is taken within `timeout_s`, and proved; where that
-        fails, or the block does, it answers nothing until a later version succeeds. Nothing waits before the block
-        begins. Raises `EngineError` where no engine can be spared."""
+        """One engine for the caller alone, on its present version, until the block ends: the one with least to do.
+        Its running requests go on. A missed version is taken within `timeout_s`, and proved; if this or the block
+        fails, the engine answers nothing until a later version succeeds. Nothing waits before the block
+        begins. Raises `EngineError` if no engine can be spared."""
         replica = min(self._in_use(), key=lambda each: (not each.is_serving, each.in_flight, -each.number))
         if len(self._in_use()) < 2 or replica.engine.is_in_memory_only:
             raise EngineError(
@@ -366,7 +366,7 @@ class EngineReplicas:
             replica.is_aside, replica.is_serving = False, replica.is_serving and not replica.missed
 
     async def _catch_up(self, replica: _Replica, timeout_s: float) -> None:
-        """Have an engine take what it missed. An update that comes meanwhile waits."""
+        """Have an engine take its missed versions. An update meanwhile waits."""
         async with self._updating:
             while replica.missed:
                 ticket = replica.missed[0]
@@ -380,7 +380,7 @@ class EngineReplicas:
         return worst_report(await self._all(lambda engine: engine.verify(ticket, timeout_s)))
 
     async def held(self) -> Version | None:
-        """The version that all engines have verified and serve, but for one that is aside; None when they differ."""
+        """The version verified and served by all engines, except one aside; None if they differ."""
         await self.joined()
         versions = await _together(replica.engine.held() for replica in self._in_use())
         return versions[0] if all(version == versions[0] for version in versions) else None
@@ -416,7 +416,7 @@ class EngineReplicas:
 
     def take_metrics(self) -> dict[str, float]:
         """For each engine since the last call: requests, seconds without any, tokens per second of the others; and
-        restarts in all. Failures of the tool parser are those of all engines."""
+        restarts in all. Failures of the tool parser are summed over all engines."""
         metrics: dict[str, float] = {}
         for replica in self._replicas:
             metrics |= replica.take_metrics()
@@ -443,7 +443,7 @@ class EngineReplicas:
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first failure cancels the others, which may wait for the failed engine."""
+    """All results; the first failure cancels the others: they may wait for the failed engine."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -456,7 +456,7 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def worst_report(
     reports: Sequence[ApplyReport], of: str = "replica", numbers: Sequence[int] | None = None
 ) -> ApplyReport:
-    """One report of all engines: all mismatches, and the largest times. `of`: what each report is of, with `numbers` if
+    """One report of all engines: all mismatches, and the largest times. `of`: the source of a report, with `numbers` if
     not from 0."""
 
     def named(names: Callable[[ApplyReport], tuple[str, ...]]) -> tuple[str, ...]:

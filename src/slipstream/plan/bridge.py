@@ -1,8 +1,8 @@
 """Chooses `weights.bridge`, and whether an engine can evaluate while others go on. Pure.
 
-On a shared GPU the default is `single_copy`, under which the trainer trains the engine's own tensors: no update moves a
-byte, and the weights are in memory once. `disk` is the only other bridge there, and the engine can sleep under it while
-the trainer works; it is chosen if trainer and engine do not fit side by side and it leaves more memory.
+On a shared GPU the default is `single_copy`: the trainer trains the engine's own tensors, no update moves a byte, and
+the weights are in memory once. `disk` is the only other bridge there; under it the engine can sleep while the trainer
+works. It is chosen if trainer and engine do not fit side by side and it leaves more memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.plan.memory.split import memory_needs, memory_split
 from slipstream.plan.placement import one_copy_obstacle
 
 NOT_ADAPTED = ("Gemma3ForConditionalGeneration",)
-"""Models in whose vision tower transformers and vLLM name the layers differently."""
+"""Models with different names for the vision tower's layers in transformers and vLLM."""
 
 
 def plan_bridge(builder: PlanBuilder) -> None:
@@ -72,8 +72,8 @@ def _adapter_obstacle(builder: PlanBuilder) -> str:
 
 
 def plan_beside(builder: PlanBuilder) -> None:
-    """Derive `evaluation.beside`, after the bridge, replicas and sleep. Raises ConfigError where it is asked for and
-    cannot be."""
+    """Derive `evaluation.beside`, after the bridge, replicas and sleep. Raises ConfigError if it is requested and
+    impossible."""
     evaluation = builder.original.evaluation
     if evaluation is None:
         return
@@ -114,14 +114,14 @@ def _beside_obstacle(builder: PlanBuilder) -> str:
 
 @dataclass(frozen=True)
 class _Left:
-    """Memory that a bridge leaves on a shared GPU for KV cache and activations, beside what they need."""
+    """Memory left by a bridge on a shared GPU for KV cache and activations, beside their needs."""
 
     needs: Needs
     split: Split
 
     @property
     def fraction(self) -> float:
-        """The smaller of the two fractions of what is needed, at most 1."""
+        """The smaller of the two fractions of the needs, at most 1."""
         return min(
             1.0,
             self.split.cache / max(1, self.needs.cache),

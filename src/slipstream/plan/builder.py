@@ -1,4 +1,4 @@
-"""Collects a plan: the config that the user wrote, the facts, and what has been derived from both so far."""
+"""Collects a plan: the user's config, the facts, and everything derived from both so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlanBuilder:
     derived: list[Derived] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    """Why the run does not fit; the plan goes on without them, so that all of it can be shown."""
+    """Why the run does not fit; the plan goes on without them, to show all of it."""
 
     @property
     def on_cpu(self) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the model that a user names by a model folder, hub id, run, checkpoint or adapter, and plans its engine.
+"""Finds a model by its folder, hub id, run, checkpoint or adapter, as named by a user, and plans its engine.
 
 Guarantees: nothing is started and no weights are loaded; anything missing or incomplete is a ConfigError.
 """
@@ -32,19 +32,19 @@ MAX_CONTEXT, MAX_CPU_CONTEXT = 32_768, 8_192
 
 @dataclass(frozen=True)
 class Deployable:
-    """A model that an engine can serve: a folder or hub id, and optionally an adapter."""
+    """A model for an engine to serve: a folder or hub id, and optionally an adapter."""
 
     name: str
     """Its name in messages and for clients."""
     model: str
     adapter: Path | None = None
     run_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings (`section.key`) of the run that made it; empty where no run did."""
+    """Settings (`section.key`) of the run behind it; empty without one."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Where to listen and how to run vLLM."""
+    """The address to listen at, and vLLM's settings."""
 
     name: str | None = None
     """The model's name for clients; None: the deployable's name."""
@@ -111,7 +111,7 @@ def _holds_weights(folder: Path) -> bool:
 
 def with_weights_folder(loaded: Loaded) -> Loaded:
     """Replace a run or checkpoint in `model.path` or `lora.path` by the folder of its weights, see `weights_folder`.
-    Raises ConfigError where these belong into the other of the two."""
+    Raises ConfigError if these belong into the other of the two."""
     from slipstream.weights.adapter_folder import is_adapter_folder
 
     config, lora = loaded.config, loaded.config.lora
@@ -144,7 +144,7 @@ def find_deployable(
     named: str, base: str | None = None, *, trust_remote_code: bool = False, quantized: bool = False
 ) -> Deployable:
     """Find the model `named`: a folder, see `weights_folder`, or a hub id. `base`: the base model of an adapter,
-    instead of the one that the adapter's folder names. `quantized`: see `check_model`."""
+    instead of the one in the adapter's folder. `quantized`: see `check_model`."""
     from slipstream.trainer.model.loading import resolve_folder
     from slipstream.weights.adapter_folder import is_adapter_folder
 
@@ -172,8 +172,8 @@ def find_deployable(
 
 
 def base_folder(adapter: Path, named: str | None = None) -> Path:
-    """The folder of the model that the adapter belongs to, of a hub id in the commit that it was trained on. `named`:
-    the model, instead of the one that the adapter's folder names."""
+    """The folder of the adapter's base model, for a hub id at the commit of the adapter's training. `named`: the
+    model, instead of the one in the adapter's folder."""
     from slipstream.trainer.model.loading import resolve_folder
     from slipstream.weights.adapter_folder import check_base, read_adapter_config
 
@@ -196,21 +196,21 @@ def base_folder(adapter: Path, named: str | None = None) -> Path:
 
 
 def _name_of(path: Path) -> str:
-    """The last part of the path that is not a name inside a checkpoint."""
+    """The last part of the path, without names inside a checkpoint."""
     parts = [part for part in path.resolve().parts if part not in ("weights", "checkpoints", "best", "/")]
     names = [part for part in parts if not part.startswith("step-")]
     return (names or parts or ["model"])[-1]
 
 
 def run_settings(weights: Path) -> dict[str, Any]:
-    """Read the settings of the run that these weights are a checkpoint of; empty where there is none."""
+    """Read the settings of the run with these weights as a checkpoint; empty without one."""
     run = weights.resolve().parent.parent.parent
     is_checkpoint = weights.name == "weights" and holds_run(run)
     return read_settings(run) if is_checkpoint else {}
 
 
 def adapter_config_of(deployable: Deployable, *, trust_remote_code: bool = False) -> AdapterConfig | None:
-    """Rank, scale and adapted layers of its adapter, None without one. Raises ConfigError for what vLLM cannot load."""
+    """Rank, scale and adapted layers of its adapter, None without one. Raises ConfigError if vLLM cannot load it."""
     from slipstream.weights.adapter_folder import (
         AdapterConfig,
         adapted_modules,
@@ -248,7 +248,7 @@ def adapts_tower(model: str, modules: Iterable[str], *, trust_remote_code: bool 
 def deployed_engine(deployable: Deployable, options: ServeOptions) -> EngineSettings:
     """Settings of an engine for the model: dtype, context length and memory, without any `auto`.
 
-    On a CPU it is compiled only where `enforce_eager` is False. Raises ConfigError for what does not fit.
+    On a CPU it is compiled only if `enforce_eager` is False. Raises ConfigError if it does not fit.
     """
     facts = read_model(deployable.model, trust_remote_code=options.trust_remote_code)
     on_cpu = measure_gpus()[0] == 0

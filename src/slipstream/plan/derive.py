@@ -1,8 +1,8 @@
 """Turns a config and measured facts into a plan: every `auto` replaced by a value, each with its reason.
 
-Guarantees: pure, so `slipstream plan` shows what `slipstream train` does. `Plan.config` has no `auto`, and only keys
-without an effect (under SFT without evaluation the engine's) have the inert defaults of `config.planned`. What cannot
-work on this machine, model or data is a ConfigError here, before any process starts. `run.folder` is left to the
+Guarantees: pure, so `slipstream plan` shows the values of `slipstream train`. `Plan.config` has no `auto`, and only
+keys without an effect (under SFT without evaluation the engine's) have the inert defaults of `config.planned`. A run
+impossible on this machine, model or data is a ConfigError here, before any process starts. `run.folder` is left to the
 launcher.
 """
 
@@ -65,45 +65,45 @@ MAX_SEQUENCES = 1_000_000
 MAX_STEPS = 100_000_000
 LARGE, TINY = 500e6, 1e6
 NOT_IN_FLOAT16 = ("Gemma2", "Gemma3", "Glm4")
-"""Beginnings of the names of architectures that vLLM refuses."""
+"""Beginnings of names of architectures; vLLM refuses these in float16."""
 CLOSER = {
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"),
     *("Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
 }
-"""Architectures whose logits are the head's alone, and whose layers add up in norms in vLLM: float32 there is the same
+"""Architectures with logits of the head alone, and with layers added up in norms in vLLM: float32 there is the same
 on both sides."""
 REPLAYED = {"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
-"""Architectures whose routers `trainer/experts/replay.py` knows."""
+"""Architectures with routers known to `trainer/experts/replay.py`."""
 SHARED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"}
-"""Architectures whose layers `trainer/model/shared_layers.py` knows."""
+"""Architectures with layers known to `trainer/model/shared_layers.py`."""
 SHOWN_VLLM = "0.26"
-"""The vLLM that they were run with on a GPU."""
+"""The vLLM of their run on a GPU."""
 ENGINE_VOCABULARY = 64
 """vLLM pads vocabularies to a multiple of it."""
 PROBE_WARN, STOP_FACTOR = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.05}, 4.0
 """Mean differences of log-probabilities: pretrained models had up to 0.001, 0.003 and 0.04 (BENCHMARKS.md)."""
 SHARED_WARN = 0.001
-"""The same under `model.shared_kernels`, where there was none; sampling at another temperature rounds once more."""
+"""The same under `model.shared_kernels`: there was none; sampling at another temperature rounds once more."""
 CHANGES_KERNELS = (
     *("attention_backend", "attention_config", "block_size", "compilation_config", "cudagraph_capture_sizes"),
     *("disable_cascade_attn", "hf_overrides", "max_cudagraph_capture_size"),
     *("kv_cache_dtype", "model_impl", "quantization", "speculative_config"),
 )
-"""Options of vLLM that decide what an engine computes with."""
+"""Options of vLLM that change an engine's computation."""
 LONGEST_SHARED = 8192
 """Tokens of a context."""
 SHARED_HEADS = (64, 128, 256)
-"""Sizes of heads for which FlashAttention 3 takes the same blocks of keys with a paged KV cache, the engine's, and
-without, the trainer's. For 65 to 96 and 129 to 192 it takes others, and for the rest nothing was tried."""
+"""Head sizes with the same blocks of keys in FlashAttention 3 with a paged KV cache (the engine) and without (the
+trainer). For 65 to 96 and 129 to 192 the blocks differ; the rest is untried."""
 RATES = {"rl": (1e-6, 1e-3), "sft": (1e-5, 4e-3), "lora": (1e-4, 1e-2)}
-"""At `LARGE` and at `TINY` parameters. The first are usual: of GRPO in TRL and verl, of SFT, and of LoRA, which wants
-ten times that of full fine-tuning and more ("LoRA Without Regret", Thinking Machines, 2025). The second are those that
-the tutorial and the tests train at."""
+"""At `LARGE` and at `TINY` parameters. The first are usual: for GRPO in TRL and verl, for SFT, and for LoRA, with
+ten times the rate of full fine-tuning and more ("LoRA Without Regret", Thinking Machines, 2025). The second are
+the tutorial's and the tests'."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run."""
+    """The plan of a run."""
 
     config: PlannedConfig
     derived: tuple[Derived, ...]
@@ -112,16 +112,16 @@ class Plan:
     trainer_bytes: int
     """Most memory of the trainer, without contexts and workspaces; the metric `memory/trainer_planned_gib`."""
     teacher: TeacherMemory | None = None
-    """How its engine is started, where there is a teacher of ours."""
+    """The start of the teacher's engine, if the teacher is ours."""
     notices: tuple[str, ...] = ()
-    """What there is to say of earlier runs; no value depends on it."""
+    """Sentences on earlier runs; no value depends on them."""
     refusals: tuple[str, ...] = ()
     """Why the run does not fit into this machine's memory, or on its disk."""
     device: str = ""
-    """What it was made for, for people."""
+    """Its device, for people."""
 
     def checked(self) -> Plan:
-        """The same. Raises `DoesNotFit` with it where it must not run."""
+        """The same. Raises `DoesNotFit` with it if it must not run."""
         if self.refusals:
             raise DoesNotFit(self)
         return self
@@ -141,12 +141,12 @@ _CORES_OF_AGENTS = 2
 
 
 def make_plan(config: RunConfig, facts: Facts) -> Plan:
-    """Derive every `auto` of `config` from `facts`. Raises ConfigError for what cannot work, `DoesNotFit` among it."""
+    """Derive every `auto` of `config` from `facts`. Raises ConfigError for an impossible run, `DoesNotFit` included."""
     return draft_plan(config, facts).checked()
 
 
 def draft_plan(config: RunConfig, facts: Facts) -> Plan:
-    """The same, of a run that does not fit, too; raises ConfigError for what nothing can be planned for."""
+    """The same, also for a run that does not fit; raises ConfigError if nothing can be planned."""
     facts = with_all_nodes(config, facts)
     builder = PlanBuilder(config, facts)
     plan_servers(builder)
@@ -227,7 +227,7 @@ def draft_plan(config: RunConfig, facts: Facts) -> Plan:
 
 
 def _plan_engine(builder: PlanBuilder) -> None:
-    """Derive what concerns the engine."""
+    """Derive the engine's settings."""
     plan_lengths(builder)
     plan_bridge(builder)
     check_server_bridge(builder)
@@ -268,7 +268,7 @@ def _reward_workers(num_cpus: int, orchestrators: int) -> tuple[int, str]:
 
 
 def _decided(config: RunConfig) -> PlannedConfig:
-    """`config` as what runs takes it: no key that has an effect may be left, as it would become a default unseen."""
+    """`config` for the run's processes: no key with an effect may be left, as it would become a default unseen."""
     reasons = inapplicable(config)
     if left := [path for path in undecided(config) if not reason_against(path, reasons)]:
         raise AssertionError(f"the plan has decided nothing for {', '.join(left)}")
@@ -308,7 +308,7 @@ def _plan_dtype(builder: PlanBuilder) -> None:
 
 
 def _plan_precision(builder: PlanBuilder) -> None:
-    """Derive what trainer and engine both compute in float32."""
+    """Derive the settings for float32 in both trainer and engine."""
     config, found = builder.original, builder.facts.model.architecture
     if isinstance(config.algorithm, SFTConfig):
         head = against = "no engine has to agree with the trainer"
@@ -330,7 +330,7 @@ def _plan_precision(builder: PlanBuilder) -> None:
 
 
 def _plan_experts(builder: PlanBuilder) -> None:
-    """Derive `model.replay_experts`. Raises ConfigError where it is asked for and cannot be."""
+    """Derive `model.replay_experts`. Raises ConfigError if it is requested and impossible."""
     config, model, engine = builder.original, builder.facts.model, builder.facts.engine
     against = unasked = ""
     if isinstance(config.algorithm, SFTConfig):
@@ -358,8 +358,8 @@ def _plan_experts(builder: PlanBuilder) -> None:
 
 
 def _plan_agreement(builder: PlanBuilder) -> None:
-    """Derive `model.shared_kernels`, and how far apart trainer and engine may be. Raises ConfigError where the kernels
-    are asked for, also by `run.exact`, and cannot be shared."""
+    """Derive `model.shared_kernels`, and the allowed distance of trainer and engine. Raises ConfigError if the kernels
+    are requested, also by `run.exact`, and cannot be shared."""
     config, against = builder.original, _against_shared_kernels(builder)
     if against and (config.run.exact or config.model.shared_kernels is True):
         asked, remedy = ("run.exact", "remove it") if config.run.exact else ("model.shared_kernels", "set it to false")
@@ -387,7 +387,7 @@ def _plan_probe(builder: PlanBuilder) -> None:
 
 
 def _against_shared_kernels(builder: PlanBuilder) -> str:
-    """Why trainer and engine cannot compute with the same kernels; empty where they can."""
+    """Why trainer and engine cannot compute with the same kernels; empty if they can."""
     config, facts, model = builder.original, builder.facts, builder.facts.model
     longest = builder["inference.max_model_len"] if uses_engine(config) else 0
     needed = {"model.dtype": "bfloat16", "model.fp32_head": True, "model.fp32_residual": True, "training.packing": True,
@@ -412,7 +412,7 @@ def _against_shared_kernels(builder: PlanBuilder) -> str:
 
 
 def _against_sharing_unasked(builder: PlanBuilder) -> str:
-    """Why they do so only if asked to; empty where by default."""
+    """Why they do so only on request; empty if by default."""
     config, longest, engine = builder.original, builder["inference.max_model_len"], builder.facts.engine
     if engine is not None and not engine.version.startswith(SHOWN_VLLM):
         return f"not tried on a GPU with vLLM {engine.version or 'of an unknown version'}"
@@ -478,7 +478,7 @@ def _plan_steps(builder: PlanBuilder) -> None:
 
 
 def _plan_order(builder: PlanBuilder) -> None:
-    """Derive `training.order`, after the bridge. Raises ConfigError where the engine cannot take weights in flight."""
+    """Derive `training.order`, after the bridge. Raises ConfigError if the engine cannot take weights in flight."""
     staleness, restarts = builder.original.training.staleness, builder["weights.bridge"] == "restart"
     if builder["training.order"] == "ready" and restarts:
         raise ConfigError(

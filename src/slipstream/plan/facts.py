@@ -1,4 +1,4 @@
-"""The facts that a plan is derived from, as plain numbers; `measure.py` measures them."""
+"""The facts behind a plan, as plain numbers; `measure.py` measures them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class ModelFacts:
     num_experts: int = 0
     """In a layer; 0 for a dense model."""
     num_tower: int = 0
-    """Of the parameters, those of an image tower."""
+    """Parameters of an image tower among them."""
     num_frozen: int = 0
-    """The same where it is not trained."""
+    """The same if it is not trained."""
     original_context: int = 0
-    """For a longer context its rotary embedding has other factors (longrope); 0 where it has the same."""
+    """For a longer context its rotary embedding has other factors (longrope); 0 if it has the same."""
     rotary: str = "default"
     """How the frequencies of its rotary embedding are scaled, as its configuration names it (`llama3`, `yarn`)."""
     window: int = 0
-    """Tokens that the attention of some layers reaches back at most; 0 where all layers see the whole context."""
+    """Most tokens the attention of some layers reaches back; 0 if all layers see the whole context."""
     scores: Literal["", "plain", "capped"] = ""
     """Whether attention materialises its score matrix (eager attention without packing), with soft-capping or not."""
     architecture: str = ""
-    """The class of its network, as its configuration names it; empty where that brings its own code."""
+    """The class of its network, as its configuration names it; empty for code of its own."""
     unpackable: str = ""
-    """Why sequences cannot be packed into one row; empty where they can."""
+    """Why sequences cannot be packed into one row; empty if they can."""
     thinks: bool = False
     """Whether its chat template has a switch for thinking."""
 
@@ -63,13 +63,13 @@ class ModelFacts:
 
     @property
     def num_decoding(self) -> int:
-        """Parameters that can be trained: without an image tower that is not."""
+        """Trainable parameters: without an untrained image tower."""
         return self.num_parameters - self.num_frozen
 
 
 @dataclass(frozen=True)
 class TowerFacts:
-    """The vision tower of a run whose training data have images, and these images."""
+    """The vision tower of a run with images in its training data, and these images."""
 
     model_type: str
     is_trained: bool
@@ -81,15 +81,15 @@ class TowerFacts:
     patch_elements: int
     """Numbers of a patch, before it is embedded."""
     merged: int
-    """Patches that become a token."""
+    """Patches merged into a token."""
     token_outputs: int
-    """Numbers that it gives for a token, those for the decoder's first layers included."""
+    """Numbers it outputs for a token, those for the decoder's first layers included."""
     num_added: int
-    """Layers whose outputs it gives beside its own (DeepStack)."""
+    """Layers with outputs beside its own (DeepStack)."""
     total_tokens: int
-    """Of all images, each counted once."""
+    """Tokens of all images, each counted once."""
     image_tokens: int
-    """Of the largest one."""
+    """Tokens of the largest one."""
     row_tokens: int
     """Most in a conversation or prompt, all its images together."""
 
@@ -100,7 +100,7 @@ class DataFacts:
 
     num_train_tasks: int
     max_prompt_tokens: int
-    """Longest prompt that the engine will get, of training and evaluation."""
+    """Longest prompt for the engine, of training and evaluation."""
     max_answer_tokens: int | None
     """Longest gold answer with its end token; None when there are none."""
     max_sequence_tokens: int | None = None
@@ -108,11 +108,11 @@ class DataFacts:
     row_sequences: int = 1
     """SFT: sequences of a row, rounded up: 2 for a pair of preferences."""
     num_eval_rows: int = 0
-    """SFT: held-out rows whose loss is measured."""
+    """SFT: held-out rows with a measured loss."""
     num_requested_tasks: int | None = None
-    """Training tasks that the environment was asked for; None without one."""
+    """Training tasks requested of the environment; None without one."""
     num_eval_tasks: int | None = None
-    """Held-out tasks that exist and fit; None if not counted."""
+    """Existing held-out tasks that fit; None if not counted."""
     max_turns: int = 1
     """Most turns of the model in an episode."""
     processes: tuple[int, str] = (0, "there is no environment")
@@ -121,33 +121,33 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What [lora] adapts of this model."""
+    """The parts of this model adapted by [lora]."""
 
     num_parameters: int
     target_modules: tuple[str, ...]
-    """Ends of the names of all layers that get an adapter, which no other layer has."""
+    """Ends of the names of all adapted layers; no other layer has them."""
     num_outputs: int = 0
-    """Elements that its matrices output for a token, over all layers of the decoder."""
+    """Elements output by its matrices for a token, over all layers of the decoder."""
     num_unreached: int = 0
-    """Parameters of matrices that are no linear layers and so cannot be adapted, such as fused experts."""
+    """Parameters of matrices outside linear layers, such as fused experts: they cannot be adapted."""
     unreached: tuple[str, ...] = ()
     """Their names within a layer."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The vLLM that is installed, for the device that it will run on."""
+    """The installed vLLM, for the device of its run."""
 
     version: str
-    """Empty where it does not say."""
+    """Empty if unknown."""
     checked: tuple[str, ...] = ()
-    """Fast paths (`inference.plugin.patches`) that were checked against its source."""
+    """Fast paths (`inference.plugin.patches`) checked against its source."""
     unchecked: tuple[str, ...] = ()
-    """Those that were not."""
+    """Fast paths not checked against it."""
     tool_parsers: tuple[str, ...] = ()
-    """Names of its tool parsers; empty where they cannot be found."""
+    """Names of its tool parsers; empty if they cannot be found."""
     returns_experts: bool = True
-    """Whether it, or a patch of ours, can return which experts each token went to."""
+    """Whether it, or a patch of ours, can return each token's experts."""
     has_flash3: bool = False
     """Whether it brings FlashAttention 3 as a library."""
 
@@ -166,7 +166,7 @@ class ToolFacts:
 
 @dataclass(frozen=True)
 class Shortage:
-    """An earlier process of this run ran out of memory; the values that it had planned."""
+    """An earlier process of this run ran out of memory; its planned values."""
 
     run: str
     """Its name for people."""
@@ -181,16 +181,16 @@ class Shortage:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk that the run folder is on, or will be."""
+    """The disk of the run folder, present or future."""
 
     free_bytes: int
     own_bytes: int = 0
-    """Of the run's own checkpoints and published versions, which new ones replace."""
+    """Bytes of the run's own checkpoints and published versions; new ones replace them."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was measured; without a GPU the run is planned for the CPU."""
+    """Measurements; without a GPU the run is planned for the CPU."""
 
     num_cpus: int
     memory_bytes: int
@@ -202,29 +202,29 @@ class Facts:
     gpu_memory_bytes: int = 0
     """Of one GPU."""
     gpu_capability: int = 0
-    """Major compute capability of all GPUs; 0 where they differ."""
+    """Major compute capability of all GPUs; 0 if they differ."""
     gpu_name: str = ""
     gpu_held_bytes: int = 0
     """Held by other processes, on the GPU with the least free memory."""
     gpu_holders: tuple[str, ...] = ()
-    """Those processes, for people."""
+    """The processes, for people."""
     adapter: AdapterFacts | None = None
     """None: all parameters are trained."""
     engine: EngineFacts | None = None
-    """None where no vLLM is installed."""
+    """None without an installed vLLM."""
     tools: ToolFacts | None = None
     """None if the environment has no tools."""
     tower: TowerFacts | None = None
     """None without images in the training data."""
     teacher: ModelFacts | None = None
-    """Of the teacher that the run starts, if it does."""
+    """Facts of the run's own teacher, if it starts one."""
     disk: DiskFacts | None = None
     """None if not measured."""
     servers: tuple[ServerFacts, ...] = ()
-    """Of `inference.servers`."""
+    """Facts of `inference.servers`."""
     blind_servers: tuple[str, ...] = ()
     """Addresses of servers without the run folder, if they need it."""
     shortages: tuple[Shortage, ...] = ()
-    """Of the run that is planned again, the oldest first."""
+    """Shortages of the run planned again, the oldest first."""
     notices: tuple[str, ...] = ()
-    """What there is to say of earlier runs; no value depends on it."""
+    """Sentences on earlier runs; no value depends on them."""

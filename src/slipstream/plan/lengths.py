@@ -42,7 +42,7 @@ def plan_lengths(builder: PlanBuilder) -> None:
         says_only_answers=builder.facts.model.says_only_answers,
         name=limit_name,
     )
-    # Without gold answers a small model gets all that is left.
+    # Without gold answers a small model gets all the rest.
     cut = reason if wanted == limit else f"what {limit_name} of {limit} leaves beside a prompt of {prompt} tokens"
     builder.derive_auto("sampling.max_tokens", min(wanted, left), reason if wanted <= left else cut)
     max_tokens = builder["sampling.max_tokens"]
@@ -79,8 +79,8 @@ def wanted_tokens(
 
 
 def least_tokens(prompt_lengths: Sequence[int], limit: int, wanted: int) -> int:
-    """The completion length that every prompt must leave within `limit`; longer prompts are dropped. It is `wanted`, or
-    what the longest of the shortest 95 % of the prompts leaves, so that a few long prompts do not shorten all
+    """The completion length for every prompt to leave within `limit`; longer prompts are dropped. It is `wanted`, or
+    the rest after the longest of the shortest 95 % of the prompts: a few long prompts do not shorten all
     completions."""
     lengths = sorted(prompt_lengths)
     usual = lengths[len(lengths) - len(lengths) // OUTLIERS - 1] if lengths else 0

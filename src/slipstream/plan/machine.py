@@ -14,17 +14,16 @@ from slipstream.plan.facts import DiskFacts
 from slipstream.plan.memory.cards import STATE, Gpus, read_processes, read_state, read_used, with_held
 
 IN_USE = "SLIPSTREAM_GPUS_IN_USE"
-"""Variable with what nvidia-smi answered at the start of the command."""
+"""Variable with nvidia-smi's answers at the start of the command."""
 _USED, _PROCESSES = f"gpu={','.join(STATE)}", "compute-apps=gpu_uuid,pid,used_memory,process_name"
 _ASKING_S = 20.0
-"""A driver that is loaded for the question alone takes seconds for each GPU."""
+"""A driver loaded for the question alone takes seconds for each GPU."""
 _GROUPS, _MEMBERSHIP, _COUNTERS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
 _MEMORY = Path("/proc/meminfo")
 
 
 def usable_cpus() -> int:
-    """Cores that this process may run on or, where a control group has a smaller quota of time, whole cores of that; at
-    least 1."""
+    """Cores of this process, or whole cores of a control group's smaller quota of time; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _control_groups("cpu", "cpu,cpuacct"):
         quota, period = (*_read(folder / "cpu.max").split(), "", "")[:2]  # version 2
@@ -36,7 +35,7 @@ def usable_cpus() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """The machine's memory, or a control group's limit where that is lower."""
+    """The machine's memory, or a control group's limit if lower."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder in _control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -61,8 +60,8 @@ def free_memory_bytes() -> int:
 
 
 def count_oom_kills() -> int:
-    """How many processes of this one's control group, or of the machine where that does not count them, the kernel has
-    killed for want of memory."""
+    """Processes killed by the kernel for want of memory, in this one's control group; on the machine, if the group does
+    not count them."""
     folders = [*_control_groups("memory")]
     counters = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
     for file in (*counters, _COUNTERS):
@@ -74,8 +73,8 @@ def count_oom_kills() -> int:
 
 
 def measure_disk(folder: Path | None) -> DiskFacts | None:
-    """The disk of the run folder, which need not be there yet; without one, of the current folder. None where it cannot
-    be asked."""
+    """The disk of the run folder, present or future; without one, of the current folder. None if it cannot be
+    asked."""
     wanted = (folder or Path()).absolute()
     try:
         there = next(each for each in (wanted, *wanted.parents) if each.is_dir())
@@ -85,12 +84,12 @@ def measure_disk(folder: Path | None) -> DiskFacts | None:
         if not disk.total:  # as /proc: no disk
             return None
         return DiskFacts(disk.free, sum(file.stat().st_size for file in files))
-    except OSError:  # gone since, or not ours to ask: the run itself says what is wrong with its folder
+    except OSError:  # gone since, or not ours to ask: the run itself reports the fault of its folder
         return None
 
 
 def query_gpus(*queries: str) -> list[str]:
-    """What nvidia-smi answers to each, as rows without a header and units; nothing where it cannot be asked."""
+    """nvidia-smi's answer to each, as rows without a header and units; nothing if it cannot be asked."""
     program = shutil.which("nvidia-smi")
     found: list[str] = []
     for query in queries if program else ():
@@ -125,13 +124,13 @@ def gpus_in_use() -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
 
 
 def gpus_at_start() -> list[dict[str, str | int | list[str]]]:
-    """The GPUs of the machine as a run records them; empty where they cannot be asked."""
+    """The GPUs of the machine in a run's record; empty if they cannot be asked."""
     return read_state(*_ask_once())
 
 
 def _ask_once() -> tuple[str, str]:
-    """What nvidia-smi answers at the start of a command. What the run starts, and a restart, in whose time earlier
-    processes of the run may still be ending, get the same answer by their environment."""
+    """nvidia-smi's answers at the start of a command. The run's processes, and a restart while earlier processes of the
+    run may still be ending, get the same answers by their environment."""
     if IN_USE not in os.environ:
         answers = query_gpus(_USED, _PROCESSES)
         if not answers:
@@ -142,7 +141,7 @@ def _ask_once() -> tuple[str, str]:
 
 
 def describe_gpus() -> Gpus:
-    """The GPUs of this machine that are visible, and what others hold of them."""
+    """The visible GPUs of this machine, and the memory of them held by others."""
     count, memory_bytes = measure_gpus()
     if not count:
         return Gpus()
@@ -153,7 +152,7 @@ def describe_gpus() -> Gpus:
     in_use, processes = gpus_in_use()
     ids = [f"GPU-{str(getattr(each, 'uuid', '')).removeprefix('GPU-')}" for each in seen]
     totals = [int(each.total_memory) for each in seen]
-    # A slice of a GPU (MIG) has the UUID of the whole, whose memory says nothing of it.
+    # A slice of a GPU (MIG) has the UUID of the whole; the whole's memory says nothing of it.
     used = [in_use[i][1] if i in in_use and in_use[i][0] < 1.1 * t else 0 for i, t in zip(ids, totals, strict=True)]
     return with_held(gpus, totals, used, [processes.get(each, []) for each in ids])
 
@@ -169,18 +168,18 @@ def measure_gpus() -> tuple[int, int]:
 
 
 def gpu_capability() -> int:
-    """The major compute capability of all GPUs; 0 without any, or where they differ."""
+    """The major compute capability of all GPUs; 0 without any, or if they differ."""
     import torch
 
-    if not torch.cuda.is_available():  # a driver that is too old has devices all the same
+    if not torch.cuda.is_available():  # too old a driver has devices all the same
         return 0
     found = {torch.cuda.get_device_capability(index)[0] for index in range(torch.cuda.device_count())}
     return found.pop() if len(found) == 1 else 0
 
 
 def _control_groups(*controllers: str) -> Iterator[Path]:
-    """The folders of this process's control group and of those above it, as versions 2 and 1 lay them out. In a
-    container its own may be the root of what it sees."""
+    """The folders of this process's control group and of the groups above it, in the layouts of versions 2 and 1. In a
+    container its own may be the visible root."""
     for line in _read(_MEMBERSHIP).split("\n"):
         _, _, own = line.partition(":")
         names, _, path = own.partition(":")

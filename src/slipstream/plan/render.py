@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def render_plan(plan: Plan) -> Group:
-    """What matters first: what will run, its memory and time, and the warnings. Then two tables, derived settings and
-    what follows from them; a rich renderable."""
+    """First the run, its memory and time, and the warnings. Then two tables, derived settings and
+    their consequences; a rich renderable."""
     from rich.console import Group
     from rich.table import Column, Table
 
@@ -42,7 +42,7 @@ def render_plan(plan: Plan) -> Group:
 
 
 def leading(plan: Plan) -> list[tuple[str, str]]:
-    """What will run, memory and time, a line each."""
+    """The run, its memory and time, a line each."""
     config, notes = plan.config, {note.name: note for note in plan.notes}
     where = "" if config.environment is None else f" on {PurePath(config.environment.name).name}"
     batch = notes["sequences per batch"]

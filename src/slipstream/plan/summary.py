@@ -35,12 +35,12 @@ from slipstream.plan.memory.trainer import model_state, row_memory
 from slipstream.plan.nodes import assign, most_on_a_node, node_name, ranks_of_a_node
 
 LEAST_UNREACHED = 0.01
-"""Part of a model's parameters beyond which it is a warning that LoRA cannot reach them."""
+"""Part of a model's parameters: if LoRA cannot reach more, there is a warning."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A number that follows from the plan, for people."""
+    """A number derived from the plan, for people."""
 
     name: str
     value: int | float
@@ -111,7 +111,7 @@ def rotary_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
 
 
 def rotary_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
-    """Conversations longer than the original context, which would be trained with the short factors."""
+    """Conversations longer than the original context: they would be trained with the short factors."""
     original, longest = facts.model.original_context, facts.data.max_sequence_tokens or 0
     if original and config.inference.max_model_len <= original < longest:
         yield (
@@ -121,7 +121,7 @@ def rotary_warnings(config: PlannedConfig, facts: Facts) -> Iterator[str]:
 
 
 def parameter_notes(facts: Facts) -> Iterator[Note]:
-    """What LoRA trains."""
+    """The parameters trained by LoRA."""
     if facts.adapter is not None:
         part = 100 * facts.adapter.num_parameters / facts.model.num_parameters
         how = f"the adapter: {part:.3g} % of the model's {facts.model.num_parameters:,}, which stay as they are"
@@ -133,7 +133,7 @@ def parameter_notes(facts: Facts) -> Iterator[Note]:
 
 
 def lora_warnings(facts: Facts) -> Iterator[str]:
-    """A model more than 1 % of whose parameters LoRA cannot adapt."""
+    """A model with more than 1 % of its parameters out of LoRA's reach."""
     adapter, whole = facts.adapter, facts.model.num_parameters
     if adapter is not None and adapter.num_unreached > LEAST_UNREACHED * whole:
         yield (
@@ -185,7 +185,7 @@ def memory_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
 
 
 def _tower_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
-    """What a vision tower takes of the trainer's memory, in GiB."""
+    """The vision tower's part of the trainer's memory, in GiB."""
     if (tower := facts.tower) is None:
         return
     dtype, optimizer = config.model.dtype, config.training.optimizer
@@ -206,8 +206,8 @@ def _tower_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
 
 
 def check_divided(model: ModelFacts, tensor_parallel_size: int, *, has_ranks: bool) -> None:
-    """Raises ConfigError for a model whose attention heads `tensor_parallel_size` workers cannot divide evenly; with
-    `has_ranks` (trainer ranks in the workers' memory) also for one with experts."""
+    """Raises ConfigError if `tensor_parallel_size` workers cannot divide the model's attention heads evenly; with
+    `has_ranks` (trainer ranks in the workers' memory) also for a model with experts."""
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, tensor_parallel_size
     if heads % size or (kv_heads % size and size % kv_heads):
         raise ConfigError(
@@ -223,7 +223,7 @@ def check_divided(model: ModelFacts, tensor_parallel_size: int, *, has_ranks: bo
 
 
 def delta_warnings(config: PlannedConfig) -> Iterator[str]:
-    """`weights.delta` in float32, where it costs memory and saves nothing."""
+    """`weights.delta` in float32: it costs memory and saves nothing."""
     if keeps_copy(config) and config.model.dtype == "float32":
         yield (
             'weights.delta saves nothing while model.dtype = "float32", in which nearly every element changes in every '
@@ -232,7 +232,7 @@ def delta_warnings(config: PlannedConfig) -> Iterator[str]:
 
 
 def held_warnings(facts: Facts) -> Iterator[str]:
-    """Memory of a GPU that others hold."""
+    """GPU memory held by others."""
     if facts.gpu_held_bytes:
         yield (
             f"a GPU has {gib(facts.gpu_memory_bytes)}{held_by_others(facts)}: planned with what is left; end them, or "
@@ -241,7 +241,7 @@ def held_warnings(facts: Facts) -> Iterator[str]:
 
 
 def rl_warnings(config: PlannedConfig, algorithm: PlannedRL) -> Iterator[str]:
-    """Settings of [algorithm] that will not do what they seem to."""
+    """Settings of [algorithm] without their apparent effect."""
     one_update = config.training.updates_per_batch == config.training.epochs_per_batch == 1
     usual = resolved(RLConfig(kind=algorithm.kind))
     arguments, longest = algorithm.arguments, config.sampling.max_tokens
@@ -305,7 +305,7 @@ def _memory_note(name: str, side: _Side, how: str) -> Note:
 
 
 def host_bytes(config: PlannedConfig, facts: Facts) -> int:
-    """Bytes of the machine's own memory that the run uses, without libraries: all on a CPU, else what GPUs offload."""
+    """Bytes of the machine's own memory for the run, without libraries: all on a CPU, else the GPUs' offloaded part."""
     if facts.num_gpus:
         asleep = weights_bytes(facts.model, config.model.dtype) if config.inference.sleep is True else 0
         return _paged(config, facts) + asleep
@@ -314,7 +314,7 @@ def host_bytes(config: PlannedConfig, facts: Facts) -> int:
 
 
 def needed_bytes(config: PlannedConfig, facts: Facts) -> tuple[int, str]:
-    """Bytes that the run needs of the fullest GPU, or of the machine, and the words for it."""
+    """Bytes the run needs of the fullest GPU, or of the machine, and the words for it."""
     trainer, engine = _memory(config, facts)
     needed = trainer.total
     where = "there are"
@@ -367,7 +367,7 @@ def memory_refusals(config: PlannedConfig, facts: Facts) -> Iterator[str]:
 
 
 def _settings_to_lower(config: PlannedConfig, facts: Facts, needed: int) -> list[str]:
-    """Settings behind more than half of `needed` bytes whose values could be smaller."""
+    """Settings with room for smaller values, behind more than half of `needed` bytes."""
     trainer, engine = _memory(config, facts)
     row, longest = config.training.micro_batch_tokens, facts.data.max_sequence_tokens or 0
     if isinstance(config.algorithm, RLConfig):

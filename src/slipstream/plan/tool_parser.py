@@ -1,4 +1,4 @@
-"""Chooses vLLM's tool parser by the model's chat template: the format in which it shows calls is that of the model."""
+"""Chooses vLLM's tool parser by the model's chat template: it shows calls in the model's format."""
 
 # ruff: noqa: RUF001 (the bars of DeepSeek's tags)
 
@@ -15,19 +15,19 @@ from slipstream.plan.facts import ToolFacts
 NONE = "none"
 _SETTING = "inference.tool_parser"
 _STUBS = frozenset({"openai"})
-"""Parsers of vLLM that read tokens or streams only, and no finished text."""
+"""Parsers of vLLM for tokens or streams only, and no finished text."""
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """`parsers` (the first one that the installed vLLM has) read the calls of templates that hold all `marks`."""
+    """`parsers` (the first one of the installed vLLM) read the calls of templates with all `marks`."""
 
     parsers: tuple[str, ...]
     marks: tuple[str, ...]
     shown: str
     """How a call looks, for the reason."""
     model_type: str = ""
-    """With which the `model_type` of the model's configuration must begin."""
+    """Required beginning of `model_type` in the model's configuration."""
 
 
 _RULES = (
@@ -57,7 +57,7 @@ _RULES = (
     _Rule(("llama3_json",), ('{"name": function name, "parameters":',), '{"name": ..., "parameters": ...}'),
     _Rule(("llama3_json",), ("<|python_tag|>",), '{"name": ..., "parameters": ...}'),
 )
-"""In the order in which they are tried: a template may hold the marks of several."""
+"""In the order of their trials: a template may hold the marks of several."""
 
 
 def find_parser(tools: ToolFacts, known: Collection[str]) -> tuple[str, str] | None:
@@ -72,7 +72,7 @@ def find_parser(tools: ToolFacts, known: Collection[str]) -> tuple[str, str] | N
 
 
 def check_template(builder: PlanBuilder) -> None:
-    """Raises ConfigError for an environment with tools and a chat template that does not render them."""
+    """Raises ConfigError if an environment has tools and the chat template does not render them."""
     tools = builder.facts.tools
     if tools is not None and not tools.is_rendered:
         raise ConfigError(
@@ -82,7 +82,7 @@ def check_template(builder: PlanBuilder) -> None:
 
 
 def plan_tool_parser(builder: PlanBuilder) -> None:
-    """Derive `inference.tool_parser`. Raises ConfigError where the environment has tools and nothing can read calls."""
+    """Derive `inference.tool_parser`. Raises ConfigError if the environment has tools and nothing can read calls."""
     tools, engine = builder.facts.tools, builder.facts.engine
     known = sorted({*(engine.tool_parsers if engine else ())} - _STUBS)
     asked = builder.original.inference.tool_parser

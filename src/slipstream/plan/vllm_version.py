@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and which of our changes it is given: read from its source files, before anything starts."""
+"""The installed vLLM, and our changes for it: read from its source files, before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSION = re.compile(r"__version__ = version = ['\"]([^'\"]+)['\"]")
 
 
 def read_engine(*, on_cpu: bool) -> EngineFacts | None:
-    """None where no vLLM is installed."""
+    """None without an installed vLLM."""
     folder = patch_table.vllm_folder()
     if folder is None:
         return None
@@ -34,7 +34,7 @@ def read_engine(*, on_cpu: bool) -> EngineFacts | None:
 
 
 def _returns_experts(folder: Path, *, on_cpu: bool) -> bool:
-    """Whether there is what `patches/experts.py` needs on a CPU, and `plugin/arguments.py` on a GPU."""
+    """Whether it has the code for `patches/experts.py` on a CPU, and for `plugin/arguments.py` on a GPU."""
     name = "bind_routed_experts_capturer" if on_cpu else "enable_return_routed_experts"
     layers = folder / "model_executor" / "layers" / "fused_moe" / "routed_experts_capturer.py"
     file = layers if on_cpu else folder / "engine" / "arg_utils.py"
@@ -53,7 +53,7 @@ def _tool_parsers(folder: Path) -> tuple[str, ...]:
 
 
 def plan_patches(builder: PlanBuilder) -> None:
-    """Choose between fast paths and none, and warn of a vLLM that is untried."""
+    """Choose between fast paths and none, and warn of an untried vLLM."""
     facts = builder.facts.engine
     if facts is None:
         builder.derive_auto(

@@ -19,20 +19,20 @@ from slipstream.processes.heartbeat import state_of
 from slipstream.processes.temporary import make_temporary
 
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of every vLLM that Slipstream starts: no usage statistics."""
+"""Environment of every vLLM of Slipstream's: no usage statistics."""
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Environment in which `python -m` imports nothing from the current folder, where a file may have the name of a module
-of the standard library."""
+"""Environment for `python -m` to import nothing from the current folder: a file may have the name of a module
+of the standard library there."""
 
 MAX_SOCKET_FOLDER = 48
 """Bytes of a temporary folder's name and a kind: a Unix socket's path has 107, our folder's own name takes 22 and
 vLLM's of a socket in it 37."""
 _TAIL_BYTES = 1 << 16
 _LOGGED = re.compile(r"^(?:\([^()]* pid=\d+\) )?(?:(?:ERROR|CRITICAL) [^\]]*\] )?(?:\[rank\d+\]: *)?")
-"""What processes, vLLM's logger and torch.distributed put before a line."""
+"""Prefix of a line from processes, vLLM's logger and torch.distributed."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Fault)(?::|$)")
 _SECOND_HAND = re.compile(r"Engine core initialization failed|root cause|failed to be inspected")
-"""Errors of vLLM that only say that there was another one before."""
+"""Errors of vLLM that only report an earlier one."""
 _BESIDE = re.compile(r"(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
 
 _SHARED = "/dev/shm"
@@ -40,14 +40,14 @@ _SHARED = "/dev/shm"
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as `sys.exit` does, but without freeing its objects: with torch and vLLM imported that takes
+    """End this process as `sys.exit` does, but without freeing its objects: with torch and vLLM imported this takes
     seconds."""
     os._exit(_wind_up(code))
 
 
 def become(arguments: Sequence[str], module: str) -> NoReturn:
-    """Replace this process (exec) with a new Python that runs `module` with `arguments`, by this one's own command line
-    where that is known. Its pid, terminal and environment stay."""
+    """Replace this process (exec) with a new Python for `module` with `arguments`, by this one's own command line
+    if it is known. Its pid, terminal and environment stay."""
     begun, given = list(sys.orig_argv), sys.argv[1:]
     head = begun[1 : len(begun) - len(given)] if begun[len(begun) - len(given) :] == given else ["-P", "-m", module]
     prepare_exec()
@@ -80,7 +80,7 @@ def _wind_up(code: int) -> int:
         try:
             if stream is not None and not stream.closed:  # pyright: ignore[reportUnnecessaryComparison]
                 stream.flush()
-        except OSError as error:  # what was printed is lost: no success, as Python has it
+        except OSError as error:  # the printed text is lost: no success, as Python has it
             code = code or 120
             with contextlib.suppress(OSError):
                 os.write(2, f"error: the output cannot be written ({error})\n".encode())
@@ -127,7 +127,7 @@ def _not_ignored(lines: Iterable[str]) -> Iterator[str]:
 
 
 def private_folder(kind: str) -> Path:
-    """A new temporary folder for a child's sockets and files: in the usual place or, where that path is too long for a
+    """A new temporary folder for a child's sockets and files: in the usual place or, if its path is too long for a
     socket, in /tmp or /dev/shm. Raises ConfigError when none can be made."""
     for parent in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
         if len(os.fsencode(parent)) + len(kind) > MAX_SOCKET_FOLDER:

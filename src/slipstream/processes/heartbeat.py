@@ -2,10 +2,10 @@
 few seconds for as long as the process lives.
 
 Life and progress are two clocks: `time` says that the process lives, `progress_at` when it last wrote anything of its
-work. The thread that writes needs the interpreter for an instant only, so it also beats during imports, the loading of
-a model and compilation. A heartbeat also has the longest time that training on a batch may take. It has none for other
-phases, whose waits have separate deadlines, and none while Python's debugger has the main thread. A further process
-says by `doing` what it is at, and by `progress` that it gets on.
+work. The writing thread needs the interpreter for an instant only: it also beats during imports, the loading of
+a model and compilation. A heartbeat also has the time limit of training on a batch. It has none for other
+phases (their waits have separate deadlines), and none while Python's debugger has the main thread. A further process
+says by `doing` its present work, and by `progress` its getting on.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ INTERVAL_S = 5.0
 SILENT_S = 3 * INTERVAL_S
 """From then on a process is taken for stopped, or its host for lost."""
 REPEATED = "train"
-"""The phase that is repeated, and waits for nobody: training on a batch."""
+"""The only repeated phase, and one without waits: training on a batch."""
 LIMIT_FACTOR, MIN_REPEATS = 20.0, 3
 """It may take so many times as long as the longest before; so many of the longest are known."""
 LEAST_LIMITS_S = (24 * 3600.0, 3600.0, 3600.0, 600.0)
-"""And at least this, by the number of those before: the first compiles, and may be long where a CPU computes it."""
+"""And at least this, by the number of those before: the first compiles, and may be long on a CPU."""
 _END_S = 2.0
 _MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1
@@ -55,20 +55,20 @@ class Heartbeat(msgspec.Struct, frozen=True):
     lineage: int
     step: int
     phases: list[str]
-    """What the process is doing: phases of a step, outermost first; empty between two."""
+    """The process's work: phases of a step, outermost first; empty between two."""
     progress_at: float
     """When it last wrote an event, a row of metrics or a sample."""
     num_phases: int = 0
     """How many outermost phases have begun."""
     limit_s: float = 0.0
-    """How long the outermost phase may take; 0 where nobody can say."""
+    """Time limit of the outermost phase; 0 if unknown."""
 
     def silence(self, now: float) -> str:
-        """A sentence on a process that has stopped beating; empty for one that beats."""
+        """A sentence on a process without beats; empty if it beats."""
         return _silence(now - self.time, f"process {self.pid} on {self.host}, which was at {self.place}")
 
     def state(self, now: float) -> str:
-        """What it is at and since when, as part of a sentence."""
+        """Its work and since when, as part of a sentence."""
         return _state(self.place, now - self.progress_at)
 
     @property
@@ -94,7 +94,7 @@ class _Log(Protocol):
 
 
 class Beating:
-    """Writes the heartbeat of the run whose `log` it is, from a thread, while the context lasts; then removes it."""
+    """Writes the heartbeat of the run of `log`, from a thread, while the context lasts; then removes it."""
 
     def __init__(self, log: _Log, interval_s: float = INTERVAL_S) -> None:
         self._log = log
@@ -122,7 +122,7 @@ class Beating:
             with contextlib.suppress(SlipstreamError, OSError):
                 write_whole(log.folder / FILE, msgspec.json.encode(beat) + b"\n", durable=False)
             self._ended.wait(self._interval_s)
-        self._remove()  # also where it took longer than `_END_S`
+        self._remove()  # even if it took longer than `_END_S`
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -153,7 +153,7 @@ def _is_debugged() -> bool:
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """The last heartbeat of the run in `folder`; None where there is none that can be read."""
+    """The last heartbeat of the run in `folder`; None if there is no readable one."""
     return _read(folder / FILE, Heartbeat)
 
 
@@ -165,9 +165,9 @@ class ProcessHeartbeat(msgspec.Struct, frozen=True):
     host: str
     role: str
     doing: str
-    """What the process is at; empty where it does not say."""
+    """The process's work; empty if unknown."""
     progress_at: float
-    """When it last began or got on with that."""
+    """Its last beginning of this work, or progress in it."""
 
     @property
     def name(self) -> str:
@@ -175,12 +175,12 @@ class ProcessHeartbeat(msgspec.Struct, frozen=True):
         return f"{self.role}-{self.pid}"
 
     def silence(self, now: float) -> str:
-        """As that of the run's process."""
+        """As the one of the run's process."""
         doing = f" ({self.doing})" if self.doing else ""
         return _silence(now - self.time, f"{self.role}, process {self.pid} on {self.host}{doing}")
 
     def state(self, now: float) -> str:
-        """What it is at and since when, as part of a sentence; empty where it does not say."""
+        """Its work and since when, as part of a sentence; empty if unknown."""
         return _state(self.doing, now - self.progress_at) if self.doing else ""
 
     @property
@@ -190,7 +190,7 @@ class ProcessHeartbeat(msgspec.Struct, frozen=True):
 
 
 class _Own:
-    """The beating thread of this process, which has its pid in its file's name."""
+    """The beating thread of this process, with its pid in its file's name."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self.pid, self._role = os.getpid(), role
@@ -223,7 +223,7 @@ class _Own:
         while True:
             self._is_news.clear()
             if self._has_ended.is_set():
-                return self._remove()  # also where it took longer than `_END_S`
+                return self._remove()  # even if it took longer than `_END_S`
             beat = ProcessHeartbeat(
                 round(time.time(), 3),
                 self.pid,
@@ -242,8 +242,8 @@ _own: _Own | None = None
 
 
 def begin(folder: Path, role: str) -> None:
-    """Beat from here on in `folder` as process of that role, until it ends; nothing where the folder cannot be made.
-    Files of ended processes of the role, which have been killed, are removed."""
+    """Beat from here on in `folder` as process of this role, until it ends; nothing if the folder cannot be made.
+    Files of ended (killed) processes of the role are removed."""
     global _own
     end()
     with contextlib.suppress(OSError, RuntimeError):  # no thread may be started either
@@ -264,19 +264,19 @@ def end() -> None:
 
 
 def doing(what: str) -> None:
-    """Say what this process is at, if it beats."""
-    if _own is not None and _own.pid == os.getpid():  # a fork has no thread, and perhaps a lock that is held for ever
+    """Note this process's work, if it beats."""
+    if _own is not None and _own.pid == os.getpid():  # a fork has no thread, and perhaps a lock held for ever
         _own.doing(what)
 
 
 def progress() -> None:
-    """Say that it gets on, if it beats."""
+    """Note its progress, if it beats."""
     if _own is not None:
         _own.progress()
 
 
 def remove_ended(path: Path) -> None:
-    """Remove the file of a process that has ended."""
+    """Remove the file of an ended process."""
     beat = _read(path, ProcessHeartbeat)
     if beat is None or beat.has_ended:
         with contextlib.suppress(OSError):
@@ -284,12 +284,12 @@ def remove_ended(path: Path) -> None:
 
 
 def read_processes(run_folder: Path) -> list[ProcessHeartbeat]:
-    """The last heartbeats of a run's further processes that have not ended, by name."""
+    """The last heartbeats of a run's further living processes, by name."""
     return read_folder(folder_of(run_folder))
 
 
 def read_folder(folder: Path) -> list[ProcessHeartbeat]:
-    """The same of what is in a folder."""
+    """The same for a folder."""
     beats = [_read(path, ProcessHeartbeat) for path in sorted(folder.glob("*.json"))]
     return [beat for beat in beats if beat is not None and not beat.has_ended]
 

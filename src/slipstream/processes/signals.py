@@ -2,8 +2,8 @@
 once.
 
 SIGUSR1 is a scheduler's warning (`sbatch --signal=B:USR1@120`): it asks for the same stop, but never ends the run at
-once, and neither does the first SIGTERM that follows it. After SIGTERM or SIGUSR1 the stop may have a deadline
-(`Grace`), which a thread keeps: it is told of a signal by the operating system, so that a main thread that computes for
+once, and neither does the first SIGTERM after it. After SIGTERM or SIGUSR1 the stop may have a deadline
+(`Grace`), kept by a thread. The operating system tells the thread of a signal: a main thread computing for
 minutes in one call of C code does not hold the deadline up.
 """
 
@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _BOUNDED = frozenset({signal.SIGTERM, signal.SIGUSR1})
-"""Signals after which the stop has a deadline."""
+"""Signals with a deadline for the stop."""
 _LEFT = 0
 """Written to the watching thread's pipe when the context is left; no signal has this number."""
 _JOIN_S = 2.0
@@ -28,7 +28,7 @@ _SAME_S = 1.0
 
 
 class Grace(Protocol):
-    """What ends a run that did not stop in time."""
+    """Ends a run that did not stop in time."""
 
     @property
     def seconds(self) -> float:
@@ -41,8 +41,8 @@ class Grace(Protocol):
 
 
 class StopRequest:
-    """A context in which the first signal sets a flag and calls `on_first` with its number; `at_once` is called before
-    a second one ends the process, and `grace.end` when the run is still in the context at its deadline."""
+    """A context for signals: the first sets a flag and calls `on_first` with its number. `at_once` is called before
+    a second one ends the process, and `grace.end` if the run is still in the context at its deadline."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class StopRequest:
         grace: Grace | None = None,
         num_passed_on: Callable[[], int] | None = None,
     ) -> None:
-        """`num_passed_on`: how many SIGTERMs the supervisor has passed on so far, where there is one. A scheduler
-        signals all processes of a job, so that each of its SIGTERMs comes twice, however long the second one takes or
-        this process takes to see it; and those that come within `_SAME_S` are one."""
+        """`num_passed_on`: number of SIGTERMs passed on by the supervisor so far, if there is one. A scheduler
+        signals all processes of a job: each of its SIGTERMs comes twice, however long the second one takes or
+        this process takes to see it. SIGTERMs within `_SAME_S` are one."""
         self.at_once = at_once
         self.on_first = on_first
         self._grace = grace
@@ -64,7 +64,7 @@ class StopRequest:
         self._last_term = -_SAME_S
         self._num_terms = 0
         self._num_asked = 0
-        """How often the sender of SIGTERM has asked: those passed on are counted apart from the others."""
+        """Requests of SIGTERM's sender: passed-on ones are counted apart from the others."""
         self._before: dict[int, object] = {}
         self._watch: _Watch | None = None
 
@@ -89,7 +89,7 @@ class StopRequest:
             os._exit(128 + number)
 
     def _is_counted(self) -> bool:
-        """Whether a SIGTERM is one that another sender has sent before."""
+        """Whether another sender has sent this SIGTERM before."""
         last, self._last_term = self._last_term, time.monotonic()
         self._num_terms += 1
         passed_on, before = self._num_passed_on(), self._num_asked
@@ -113,7 +113,7 @@ class StopRequest:
 
 
 class _Watch:
-    """A thread that calls `grace.end` when the context was not left in time after a signal."""
+    """A thread that calls `grace.end` if the context was not left in time after a signal."""
 
     def __init__(self, grace: Grace, at_once: Callable[[], None]) -> None:
         self._grace, self._at_once = grace, at_once
@@ -152,7 +152,7 @@ _watching: set[int] = set()
 
 
 def _forget() -> None:
-    """In a forked child, whose signals are none of its parent's."""
+    """In a forked child: its signals are none of its parent's."""
     if _watching:
         _watching.clear()
         with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
-"""A user's environment whose `run` is played in processes of its own (`environment.processes`).
+"""A user's environment with its `run` in processes of its own (`environment.processes`).
 
-Code that blocks there holds up neither the engine nor other work of the run. A synchronous call that blocks for half of
-`environment.run_timeout_s` is interrupted: its episode fails, with the line in the error. If the
-episode still does nothing until the limit, its process is killed; the stacks are in the error, and all episodes of that
+Blocking code there holds up neither the engine nor other work of the run. A synchronous call is interrupted after
+blocking for half of `environment.run_timeout_s`: its episode fails, with the line in the error. If the
+episode still does nothing until the limit, its process is killed; the stacks are in the error, and all episodes of this
 process count as failed. An episode begins in the process with the fewest, and stays there. Tasks are made in the run's
 process. Rewards and tools run in their workers, each with its own environment object.
 """
@@ -30,14 +30,14 @@ from slipstream.errors import EnvironmentFault
 from slipstream.records import Message, Task, ToolCall
 
 _HOOKS = ("run", "setup", "close", "setup_episode", "close_episode")
-"""What happens in the process."""
+"""Methods called in the process."""
 _TAKEN_OVER = (
     *("max_turns", "max_tool_calls", "tools", "scores_groups", "tools_in_prompts", "given_settings", "needs_address"),
     *("limits", "has_tools", "grades_groups", "gold", "figures"),
 )
 """These are the environment's own, methods too."""
 _ANSWER_S = 5.0
-"""How long the process may take to answer, beside the time that the environment's code has."""
+"""Time of the process to answer, beside the time of the environment's code."""
 _SPACE = (
     "it is played in a process of its own (environment.processes), in which tasks() was not called and which has the "
     "variables of environment.variables only"
@@ -46,7 +46,7 @@ _MOST_OF_AGENTS = 8
 
 
 def placement(environment: Environment) -> tuple[int, str]:
-    """Most processes that play episodes where nothing else is said, and why; 0: the run's own process."""
+    """Most processes for episodes by default, and why; 0: the run's own process."""
     if isinstance(environment, Mixture):
         found = [placement(part) for part in environment.parts.values()]
         return min((each for each in found if each[0]), key=lambda each: each[0], default=found[0])
@@ -62,7 +62,7 @@ def placement(environment: Environment) -> tuple[int, str]:
 
 
 def plays_own_turns(environment: Environment) -> bool:
-    """Whether what is said between the policy's turns is up to a `run` of the environment's own."""
+    """Whether a `run` of the environment's own decides the messages between the policy's turns."""
     parts = parts_of(environment).values()
     return any(each.plays_itself or each.needs_address or _has_own(each, "run") for each in parts)
 
@@ -77,16 +77,16 @@ def _has_own(environment: Environment, name: str) -> bool:
 
 @dataclass
 class _Playing:
-    """An episode that the environment's `close_episode` is to close: `policy.state` in the run's process."""
+    """An episode for the environment's `close_episode` to close: `policy.state` in the run's process."""
 
     name: str
     keeper: Keeper | None = None
     host: Host | None = None
-    """The process that plays it."""
+    """Its process."""
 
 
 class Apart(KeptEnvironment):
-    """`environment`, whose `run`, `setup` and `close` happen in other processes, with their episodes' own."""
+    """`environment`, with `run`, `setup` and `close` in other processes, as are those of its episodes."""
 
     bounds_itself = True
 
@@ -105,8 +105,8 @@ class Apart(KeptEnvironment):
 
     @property
     def is_held_up(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Environment`; also shortly afterwards, when the next episode may block. A call that goes on long after
-        it should have been interrupted is not waited for."""
+        """See `Environment`; also shortly afterwards, when the next episode may block. A call going on long after its
+        interrupt is not waited for."""
         return any(each.host is not None and each.host.is_held_up for each in self.keepers)
 
     @property
@@ -128,7 +128,7 @@ class Apart(KeptEnvironment):
         return self._environment.tasks(split, num_tasks)
 
     async def close(self) -> None:
-        """Has the environment closed in each process, and ends it. Warns of what `close` of the environment raises."""
+        """Has the environment closed in each process, and ends it. Warns of exceptions in the environment's `close`."""
         await all_of(self._close(each) for each in self.keepers)
 
     async def _close(self, keeper: Keeper) -> None:
@@ -148,7 +148,7 @@ class Apart(KeptEnvironment):
         return _Playing(f"played-{next(self._serial)}") if self._closes_episodes else None
 
     async def close_episode(self, task: Task, state: _Playing | None) -> None:
-        """Has the environment's called in the process that played the episode, if it lives."""
+        """Has the environment's called in the episode's process, if it lives."""
         keeper = state.keeper if state is not None else None
         if state is None or keeper is None or state.host is not keeper.host or not keeper.is_up:
             return
@@ -171,7 +171,7 @@ class Apart(KeptEnvironment):
         return msgspec.convert(frame["episode"], Episode)
 
     def _check(self, frame: Frame) -> Frame:
-        """`frame`, unless it says that the environment failed."""
+        """`frame`, unless the environment failed. Raises `EnvironmentRaised`."""
         if frame["op"] == "cancelled":
             raise EnvironmentRaised(f"{self.name} cancelled the episode's own task")
         if frame["op"] == "raised":

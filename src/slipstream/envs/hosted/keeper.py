@@ -21,7 +21,7 @@ _CANCEL_S = 5.0
 
 
 class EnvironmentRaised(Exception):
-    """The environment raised, or its process ended; the text says what is known."""
+    """The environment raised, or its process ended; the text has the known facts."""
 
 
 class EnvironmentBlocked(EnvironmentRaised):
@@ -29,7 +29,7 @@ class EnvironmentBlocked(EnvironmentRaised):
 
 
 class KeptEnvironment(Environment):
-    """An environment whose episodes are played in processes that are kept."""
+    """An environment with its episodes in kept processes."""
 
     keepers: Sequence[Keeper]
 
@@ -39,7 +39,7 @@ class KeptEnvironment(Environment):
         return next((each.hung for each in self.keepers if each.hung), "")
 
     async def setup(self) -> None:
-        """Starts the processes that there are not, in each of which the environment is set up."""
+        """Starts the missing processes, and sets the environment up in each."""
         await all_of(each.ready() for each in self.keepers if not each.is_up)
 
     @property
@@ -60,7 +60,7 @@ async def all_of(calls: Iterable[Awaitable[Any]]) -> None:
 
 
 class Keeper:
-    """One environment process at a time, in the event loop that asks first. `start` starts one; `where` gives
+    """One environment process at a time, for the first event loop to ask. `start` starts one; `where` gives
     the end of an error message, with the path of its output."""
 
     def __init__(self, name: str, start: Callable[[], Awaitable[Host]], where: Callable[[], str]) -> None:
@@ -86,7 +86,7 @@ class Keeper:
     async def ready(self) -> Host:
         """The process, started if there is none."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # one that played in another event loop ended with it
+        if self._loop is not loop:  # a process of another event loop ended with it
             self._loop, self.host, self._starting = loop, None, asyncio.Lock()
         async with self._starting:
             if self.host is None or not self.host.alive:
@@ -95,7 +95,7 @@ class Keeper:
 
     async def play(self, task: Any, answer: Callable[[Frame], Awaitable[Frame]]) -> Frame:
         """Plays an episode; `answer` answers its requests, several at once if it makes several. Returns its last frame:
-        `done`, `raised` or `cancelled`. Raises `EnvironmentRaised` if the process ends, and what `answer` raises."""
+        `done`, `raised` or `cancelled`. Raises `EnvironmentRaised` if the process ends, and the errors of `answer`."""
         self.num_playing += 1
         try:
             return await self._play(await self.ready(), task, answer)
@@ -111,7 +111,7 @@ class Keeper:
             await self._lost(host)
             raise EnvironmentRaised(str(death)) from None
         except BaseException:
-            # Confirmed even if this coroutine is cancelled again, so that a process that hangs is found out.
+            # Confirmed even if this coroutine is cancelled again: a hung process must be found out.
             await asyncio.shield(lasting(self._give_up(host, name)))
             raise
         host.finished(name)
@@ -136,7 +136,7 @@ class Keeper:
                     if frame["op"] in LAST:
                         return frame
                     responding.add(asyncio.create_task(respond(frame)))
-        finally:  # also requests that the environment no longer waits for
+        finally:  # also requests the environment no longer waits for
             left: list[asyncio.Task[Any]] = [*responding, *([coming] if coming is not None else [])]
             for task in left:
                 task.cancel()

@@ -1,7 +1,7 @@
 """Starts an environment process and talks to it; the other end is `inside/host.py`.
 
-The process is below a guard (`processes/guarded.py`) and gets none of the run's keys. What it prints goes into a log,
-if there is one, and its end into error messages. Every wait has a deadline.
+The process is below a guard (`processes/guarded.py`) and gets none of the run's keys. Its output goes into a log,
+if there is one, and the output's end into error messages. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from slipstream.processes.guarded import Guarded, ending
 from slipstream.processes.launchers import Resources
 
 LOAD_TIMEOUT_S = 600.0
-"""Time limit of loading an environment, which may fetch data."""
+"""Time limit of loading an environment; it may fetch data."""
 MAX_LOG_BYTES = 16 * 2**20
 MAX_PROCESSES = 4096
-"""That an environment process may have below it, for all its episodes together."""
+"""Most processes below an environment process, for all its episodes together."""
 _HOST = Path(str(inside.__file__)).with_name("host.py")
 _NOT_FOR_OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_PRELOAD")
-"""What describes this interpreter and would mislead another."""
+"""Variables of this interpreter; they would mislead another."""
 _MAX_FRAME_BYTES = 64 * 2**20
 _OUTPUT_WAIT_S = 2.0
 
@@ -43,7 +43,7 @@ Frame = dict[str, Any]
 
 
 class HostDied(Exception):
-    """The environment process ended, or wrote what cannot be read; the text says how, and what it wrote last."""
+    """The environment process ended, or wrote unreadable data; the text says how, and has its last output."""
 
 
 class HostFailed(Exception):
@@ -55,12 +55,12 @@ class HostFailed(Exception):
 
 
 def host_environment(python: str, names: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `own` that an environment process with the interpreter `python` gets."""
+    """The variables of `own` for an environment process with the interpreter `python`."""
     found = worker_environment(names, own)
     if os.path.realpath(os.path.dirname(python)) != os.path.realpath(os.path.dirname(sys.executable)):
         for name in _NOT_FOR_OTHERS:
             found.pop(name, None)
-        # Programs that its packages brought come before others.
+        # Programs from its packages come before others.
         found["PATH"] = os.pathsep.join([os.path.dirname(python), found.get("PATH", os.defpath)])
     return found
 
@@ -75,11 +75,11 @@ class Host:
         self.held_up_until = 0.0
         """By the monotonic clock; see `is_held_up`."""
         self.facts: Frame = {}
-        """What it said of the environment when it had loaded it."""
+        """Its facts of the environment, sent after loading."""
         self.num_ended = 0
-        """Episodes that it has ended."""
+        """Episodes ended by it."""
         self.on_blocks: Callable[[Frame], None] = lambda frame: None
-        """Told where a synchronous call blocks it, and when that has ended."""
+        """Gets the place of a synchronous call that blocks it, and the end of the block."""
         self._reading = lasting(self._read())
 
     @classmethod
@@ -109,7 +109,7 @@ class Host:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether a call blocks it that is going to be interrupted, so that it is not taken for hanging."""
+        """Whether a call blocks it and is going to be interrupted: it is not hanging."""
         return time.monotonic() < self.held_up_until
 
     @property
@@ -118,7 +118,7 @@ class Host:
         return not self._end
 
     async def ask(self, frame: Frame, timeout_s: float) -> Frame:
-        """Sends a request that is not an episode's, and returns the answer; one at a time. Raises as `start`."""
+        """Sends a request outside episodes, and returns the answer; one at a time. Raises as `start`."""
         self._send(frame)
         async with asyncio.timeout(timeout_s):
             answer = await self.next_of("")
@@ -141,7 +141,7 @@ class Host:
         self.num_ended += 1
 
     async def cancel(self, episode: str, within_s: float) -> bool:
-        """Cancels an episode; false if the process does not confirm it in time, which begins again while it is held
+        """Cancels an episode; false if the process does not confirm it in time. The time begins again while it is held
         up."""
         if not self.alive:
             return True
@@ -178,7 +178,7 @@ class Host:
                     self.on_blocks(frame)
                     continue
                 queue = self._frames.get(frame.get("id", ""))
-                if queue is not None:  # an episode that was given up may still say something
+                if queue is not None:  # an episode given up may still send frames
                     queue.put_nowait(frame)
         except (Garbage, ValueError, AttributeError):  # something else wrote to the channel
             how = "wrote what cannot be read"
@@ -192,16 +192,16 @@ class Host:
             queue.put_nowait(None)
 
     def last_lines(self) -> str:
-        """What it wrote last, indented; empty if it wrote nothing."""
+        """Its last output, indented; empty if it wrote nothing."""
         lines = self._process.tail.decode(errors="replace").strip().splitlines()[-12:]
         return "".join(f"\n    {line}" for line in lines)
 
     async def stop(self) -> None:
-        """Closes its input, which tells it to end; kills it if it does not."""
+        """Closes its input, the signal to end; kills it if it does not end."""
         await self._finish("was stopped", self._process.stop)
 
     async def kill(self, why: str = "was killed") -> None:
-        """Kills the process and all its descendants. A process that hangs writes its stacks first."""
+        """Kills the process and all its descendants. A hanging process writes its stacks first."""
         await self._finish(why, self._process.kill)
 
     async def _finish(self, why: str, end: Callable[[], Awaitable[None]]) -> None:

@@ -1,6 +1,6 @@
-"""Rewards that have a name, for the environment `rows`, Python callers, and environments of your own.
+"""Named rewards, for the environment `rows`, Python callers, and environments of your own.
 
-`named("math")` is a reward that is called as `reward(task, completion)`; so are `Rubric(...)` and `judge(...)`.
+`named("math")` is a reward, called as `reward(task, completion)`; so are `Rubric(...)` and `judge(...)`.
 """
 
 from slipstream.envs.rewards.contract import NotApplicable, Options, Reward

@@ -1,9 +1,9 @@
-"""Program that runs inside the sandboxes of the reward `code`; also the encoding of values that leave them.
+"""Program inside the sandboxes of the reward `code`; also the encoding of values from them.
 
 `code_harness.py serve`: loads `program.py`, the model's, and answers calls of its functions, a line of JSON each.
-`code_harness.py check`: runs the row's assertions in a sandbox of their own, where the model's program is not: a name
-that they do not define is a function of the program, called over the caller. So only plain values leave the program
-(none whose `==` is its own), and nothing that it prints, returns or exits with is a verdict.
+`code_harness.py check`: runs the row's assertions in a sandbox of their own, without the model's program: a name they
+do not define is a function of the program, called over the caller. So only plain values leave the program (none with
+its own `==`), and nothing it prints, returns or exits with is a verdict.
 
 It imports only the standard library and is started by path.
 """
@@ -47,7 +47,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(found: Any) -> Any:
-    """What `encode` made. Raises ValueError, TypeError or KeyError for anything else."""
+    """Reverses `encode`. Raises ValueError, TypeError or KeyError for anything else."""
     if not isinstance(found, dict):
         if isinstance(found, list):
             raise ValueError("a list without a tag")
@@ -66,7 +66,7 @@ def decode(found: Any) -> Any:
 
 
 def unknown_names(source: str) -> list[str]:
-    """Names that Python source reads and neither defines nor imports."""
+    """Names read, and neither defined nor imported, in Python source."""
     tree = ast.parse(source)
     read: dict[str, None] = {}
     known = set(dir(builtins))
@@ -88,8 +88,7 @@ def unknown_names(source: str) -> list[str]:
 
 
 class _Line:
-    """Lines of JSON over the streams that this process was started with, which nothing else here can reach by
-    accident."""
+    """Lines of JSON over the first streams of this process; nothing else here can reach them by accident."""
 
     def __init__(self) -> None:
         self._in, self._out = os.fdopen(os.dup(0), "rb"), os.dup(1)
@@ -136,13 +135,13 @@ def serve() -> None:
             names = _program(asked.get("setup", "")) if names is None else names
             args, kwargs = decode(asked["args"]), decode(asked["kwargs"])
             answer = {"value": encode(_function(names, asked["call"])(*args, **kwargs))}
-        except BaseException as error:  # noqa: BLE001 (whatever the program raises, SystemExit too)
+        except BaseException as error:  # noqa: BLE001 (any error of the program, SystemExit too)
             answer = {"error": type(error).__name__, "text": f"{error}"[:200]}
         line.write(answer)
 
 
 class _Remote:
-    """A function of the program, which runs elsewhere."""
+    """A function of the program, run elsewhere."""
 
     def __init__(self, line: _Line, name: str) -> None:
         self._line, self._name = line, name
@@ -161,7 +160,7 @@ class _Remote:
 
 def check() -> None:
     """Runs the assertions of the first line, `{"setup", "tests", "entry_point"}`; writes `{"passed": [...]}`, a
-    boolean for each, or `{"failed"}` if what they need cannot be set up."""
+    boolean for each, or `{"failed"}` if their setup fails."""
     line = _Line()
     given = line.read()
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}

@@ -1,15 +1,15 @@
-"""The reward `code`: a program that the policy wrote, run against the row's tests in a sandbox.
+"""The reward `code`: the policy's program, run against the row's tests in a sandbox.
 
 Tests are the row's right answer, as JSON or as JSON text:
 
-- `{"inputs": [...], "outputs": [...]}` (verl, PRIME, APPS): each input is given to a run of the program of its own,
-  whose output is compared, white space at the ends of lines aside and numbers as numbers;
+- `{"inputs": [...], "outputs": [...]}` (verl, PRIME, APPS): each input gets its own run of the program. Its output is
+  compared, white space at the ends of lines aside and numbers as numbers;
 - the same with `"fn_name"`: inputs are the arguments of a function, or of a method of a class `Solution`;
 - a list of assertions (MBPP: also `{"test_list": [...], "test_setup_code": ""}`), or Python source that defines
   `check(candidate)` with `"entry_point"` (HumanEval: `{"test": "def check(candidate): ...", "entry_point": "f"}`).
 
-What is right never enters the sandbox of the program: outputs and values are compared outside of it, assertions run in
-another one (`code_harness.py`). The reward is 1 if all tests pass, and `tests_passed` is the part that does.
+The right values never enter the sandbox of the program: outputs and values are compared outside of it, assertions run
+in another one (`code_harness.py`). The reward is 1 if all tests pass; `tests_passed` is the fraction passed.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class CodeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     timeout_s: float = 3.0
     """Time limit of one run of the program, or of one call."""
     total_s: float = 0.0
-    """Time limit of all tests together; what has not run by then has failed. 0: four fifths of
+    """Time limit of all tests together; tests not run by then have failed. 0: four fifths of
     `environment.reward_timeout_s`."""
     memory_mib: int = 1024
     processes: int = 16
     folder_mib: int = 64
     output_mib: float = 4.0
     max_tests: int = 0
-    """Most tests of a row that are run, the first ones; 0: all."""
+    """Most tests of a row to run, the first ones; 0: all."""
 
 
 class Tests(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class Tests(msgspec.Struct, frozen=True):
 
 
 class Code(Graded):
-    """The reward `code`. Raises `ConfigError` where the sandbox cannot be made."""
+    """The reward `code`. Raises `ConfigError` if the sandbox cannot be made."""
 
     name = "code"
     answer_is_gold = False
@@ -110,7 +110,7 @@ class Code(Graded):
             )
 
     def check(self, rows: Sequence[Checked]) -> None:
-        """Raises an error for tests that cannot be read."""
+        """Raises `DataError` for unreadable tests."""
         for where, task in rows:
             try:
                 read_tests(right_answer(task))
@@ -165,7 +165,7 @@ class Code(Graded):
         return passed
 
     def _assertions(self, program: str, tests: Tests, due: float) -> list[bool]:
-        """The tests' own sandbox asks for calls, which are passed to the program's."""
+        """Passes calls from the tests' own sandbox to the program's."""
         files = {"harness.py": _HARNESS.read_text(encoding="utf-8")}
         given = {"setup": tests.setup, "tests": tests.inputs, "entry_point": tests.function}
         with (
@@ -186,8 +186,8 @@ class Code(Graded):
 
     @contextlib.contextmanager
     def _served(self, program: str, setup: str, due: float) -> Generator[Callable[[Mapping[str, Any]], bytes | None]]:
-        """Inside, a function that calls the program's and returns its answer; None if it does not answer in time, or
-        what no program of ours writes. The next call then gets another process."""
+        """Gives a function, for the time of the block, to call the program's functions. It returns the answer, or None
+        if the answer is late or not our harness's. The next call then gets another process."""
         files = {"harness.py": _HARNESS.read_text(encoding="utf-8"), code_harness.PROGRAM: program}
         server: Sandbox | None = None
 
@@ -213,7 +213,7 @@ class Code(Graded):
 
 
 def program_of(answer: str) -> str:
-    """The last fenced block of an answer, one that is not closed too; without any, the whole answer."""
+    """The last fenced block of an answer, closed or not; without any, the whole answer."""
     if blocks := _BLOCK.findall(answer):
         rest = answer[answer.rindex(blocks[-1]) + len(blocks[-1]) :]
         rest = rest.partition("```")[2]
@@ -224,7 +224,7 @@ def program_of(answer: str) -> str:
 
 
 def read_tests(answer: Any) -> Tests:
-    """Reads a row's tests. Raises ValueError that says what is wrong with them."""
+    """Reads a row's tests. Raises ValueError with their fault."""
     if isinstance(answer, str):
         if answer.lstrip()[:1] not in ("{", "["):
             return _assertions([answer], "", "")
@@ -334,7 +334,7 @@ def _same_word(our: str, their: str) -> bool:
 
 
 def _same_value(line: bytes, expected: Any) -> bool:
-    """Whether a call gave what is expected; as in APPS, that may also be the only element of a list."""
+    """Whether a call gave the expected value; as in APPS, this may also be the only element of a list."""
     try:
         value = _as_json(code_harness.decode(_decoded(line)["value"]))
     except (KeyError, ValueError, TypeError, RecursionError):

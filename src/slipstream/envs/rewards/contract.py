@@ -1,8 +1,7 @@
-"""Interface of rewards that have a name: what a reward needs of a task, what it checks at the start, how it grades.
+"""Interface of named rewards: their needs of a task, their checks at the start, their grading.
 
-A reward is called as `reward(task, completion)` with the policy's whole text, thinking included; those that grade an
-answer take the text after the thinking themselves. The right answer is `task.info["ground_truth"]`, as in verl's rows,
-and `task.answer` where there is none.
+A call `reward(task, completion)` gets the policy's whole text, thinking included; rewards of an answer remove the
+thinking themselves. The right answer is `task.info["ground_truth"]`, as in verl's rows, or else `task.answer`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from slipstream.errors import DataError
 from slipstream.records import Task
 
 COLUMNS = "columns"
-"""Key of `task.info` under which rows keep all their columns, for the rewards of TRL."""
+"""Key of `task.info` for all columns of a row, for the rewards of TRL."""
 UNCLOSED = Score(0.0, {"unclosed_thinking": 1.0})
-"""The score where thinking never ended."""
+"""The score for unclosed thinking."""
 
 
 class Checked(NamedTuple):
-    """A task that is checked before the run, and the row it came from."""
+    """A task to check before the run, and the row it came from."""
 
     where: str
     task: Task
@@ -36,7 +35,7 @@ class NotApplicable(RewardFailed):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What named rewards are constructed with, besides their name."""
+    """Arguments of named rewards, besides their name."""
 
     reward_timeout_s: float = 10.0
     """`environment.reward_timeout_s`: rewards with deadlines of their own stay below it."""
@@ -50,7 +49,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     score_groups: bool = False
     """Whether a Python caller's reward grades the completions of a task together."""
     tokenizer: str = ""
-    """Folder of the tokenizer, for TRL's functions that read `completion_ids`."""
+    """Folder of the tokenizer, for TRL's functions with `completion_ids`."""
 
 
 class Reward:
@@ -59,7 +58,7 @@ class Reward:
     name = ""
     """Name in messages and metrics."""
     answer_is_gold = True
-    """Whether the right answer is what a perfect policy would write."""
+    """Whether a perfect policy would write the right answer itself."""
     needs_columns = False
     """Whether `task.info` must hold the row's columns."""
     needs_answers = True
@@ -68,18 +67,18 @@ class Reward:
     grades_groups = False
     """Whether it was asked to grade the completions of a task together."""
     made_by: tuple[Any, ...] = ()
-    """A function and its arguments that make this reward again, in another process; empty: it is sent as it is."""
+    """A function and its arguments to make this reward again, in another process; empty: it is sent as it is."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Sends what it was made of: functions of a user's file, and keys, exist only where they are loaded."""
+        """Sends `made_by`, if any: functions of a user's file, and keys, exist only where they are loaded."""
         return (self.made_by[0], self.made_by[1:]) if self.made_by else super().__reduce_ex__(protocol)
 
     def sources(self) -> list[Any]:
-        """Functions and texts that this reward was made of, which tell it from others."""
+        """Functions and texts of this reward, to tell it from others."""
         return list(_leaves(self.made_by[1:])) or [self]
 
     def check(self, rows: Sequence[Checked]) -> None:
-        """Raises `DataError` that names the first row which this reward cannot grade."""
+        """Raises `DataError` with the first row this reward cannot grade."""
 
     def setup_scoring(self) -> None:
         """See `Environment`."""
@@ -89,14 +88,14 @@ class Reward:
         raise NotImplementedError
 
     async def score_group(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """Grades the completions of one task, each of which it must apply to."""
+        """Grades the completions of one task. Raises `NotApplicable` if it does not apply to one."""
         scores = await self.score_applicable(task, completions)
         if None in scores:
             raise NotApplicable(f"{self.name} does not apply to completion {scores.index(None)} of task {task.id}")
         return [score for score in scores if score is not None]
 
     async def score_applicable(self, task: Task, completions: Sequence[str]) -> list[Score | None]:
-        """Grades the completions of one task, None for those it does not apply to; by default one by one, at once."""
+        """Grades the completions of one task, None if it does not apply; by default by a call for each, at once."""
 
         async def one(completion: str) -> Score | None:
             try:
@@ -108,10 +107,10 @@ class Reward:
 
 
 class Graded(Reward):
-    """Base class of rewards that grade the answer: the text after the thinking."""
+    """Base class of rewards of the answer: the text after the thinking."""
 
     def __call__(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """See `Reward`; thinking that never ended has no answer."""
+        """See `Reward`; unclosed thinking has no answer."""
         answer = final_answer(completion)
         return UNCLOSED if answer is None else self.grade(task, answer)
 
@@ -149,7 +148,7 @@ class Plain(Graded):
         return [self._function]
 
     def grade(self, task: Task, answer: str) -> Score | Awaitable[Score]:
-        """What the function gives."""
+        """The function's score."""
         return scored(self._function(task, answer))
 
 
@@ -159,18 +158,18 @@ async def settled(score: Score | Awaitable[Score]) -> Score:
 
 
 def right_answer(task: Task) -> Any:
-    """The task's right answer: text, or what a row holds."""
+    """The task's right answer: text, or a row's value."""
     return task.info.get("ground_truth", task.answer)
 
 
 def right_answers(task: Task) -> list[Any]:
-    """The right answers, any of which is right."""
+    """The right answers, each right by itself."""
     answer = right_answer(task)
     return cast("list[Any]", answer) if isinstance(answer, list) else [answer]
 
 
 def texts_of(rows: Sequence[Checked], reward: str) -> list[tuple[str, str]]:
-    """The right answers of rows as text, each with its row. Raises `DataError` for one that no text could equal."""
+    """The right answers of rows as text, each with its row. Raises `DataError` for one no text could equal."""
     found: list[tuple[str, str]] = []
     for where, task in rows:
         for answer in right_answers(task):

@@ -1,11 +1,11 @@
-"""Judges: a reward that asks a language model at any OpenAI-compatible address, as a coroutine.
+"""Judges: rewards from a language model at any OpenAI-compatible address, as coroutines.
 
 A judge sends one request at temperature 0 and reads a number, or a JSON object with `score`, from the reply. An
 unreadable reply, no answer before the deadline and an exhausted budget are counted failures, never a reward.
 `openai_client` repeats requests. Readable replies are kept by the digest of their request, in memory or in a folder.
 
 The key is read from an environment variable and appears in no message, settings or cache. A completion can try to talk
-a judge into a high score; nothing here prevents that.
+a judge into a high score; nothing here prevents it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_BYTES = 8 << 20
 """Bound of an answer: a reply of many thousand tokens has a hundredth of it."""
 _MAX_COUNT = 1 << 40
 _MAX_OBJECT, _MAX_BRACES = 1 << 16, 256
-"""Characters at a reply's end, and braces in them, at which an object is looked for."""
+"""Characters at a reply's end, and braces in them, to look for an object at."""
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,15 +52,15 @@ class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Address of the server, up to `/v1`."""
     model: str
     prompt: str
-    """What it is asked: `{completion}`, and perhaps `{prompt}` and `{answer}`, stand for the task's."""
+    """The prompt to it: `{completion}`, and perhaps `{prompt}` and `{answer}`, stand for the task's."""
     system: str = ""
     key_variable: str = ""
-    """The environment variable that holds the key; name it in `environment.variables`, too."""
+    """The environment variable with the key; name it in `environment.variables`, too."""
     reply: Literal["number", "json"] = "number"
-    """Read after the reply's thinking: the last number, or `score` of the last JSON object, whose other numbers are
+    """Read after the reply's thinking: the last number, or `score` of the last JSON object; its other numbers are
     metrics. In `8/10` and `8 out of 10` the number is 8, if `scale` ends with 10."""
     scale: tuple[float, float] = (0.0, 1.0)
-    """The worst and the best score, which become 0 and 1."""
+    """The worst and the best score, mapped to 0 and 1."""
     max_tokens: int = 512
     """Most tokens of a reply."""
     max_calls: int = 0
@@ -74,7 +74,7 @@ class JudgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Judge(Graded):
-    """A judge; see the module. Raises ConfigError for settings that cannot work."""
+    """A judge; see the module. Raises ConfigError for unusable settings."""
 
     needs_answers = False
 
@@ -98,7 +98,7 @@ class Judge(Graded):
 
     @property
     def _key(self) -> str:
-        """The key, which is kept nowhere."""
+        """The key; it is kept nowhere."""
         if not (variable := self._settings.key_variable):
             return ""
         if not (key := os.environ.get(variable, "")):
@@ -130,7 +130,7 @@ class Judge(Graded):
         else:
             reply = await self._ask(body)
             reward, parts = self._read(reply.text)
-            self._keep(digest, reply)  # not one that cannot be read, which the next request may not meet
+            self._keep(digest, reply)  # not an unreadable one: the next request may get a better one
             metrics["tokens"] = float(reply.tokens)
         return Score(reward, {**parts, **metrics})
 
@@ -270,7 +270,7 @@ class _Spent:
 
 
 def judge_of(table: Any, name: str, reward_timeout_s: float) -> Judge:
-    """The judge that the settings `judges.<name>` describe. Raises ConfigError."""
+    """The judge of the settings `judges.<name>`. Raises ConfigError."""
     try:
         settings = msgspec.convert(table, JudgeSettings)
     except msgspec.ValidationError as error:
@@ -282,7 +282,7 @@ def judge_of(table: Any, name: str, reward_timeout_s: float) -> Judge:
 
 
 def _check(settings: JudgeSettings, name: str, deadline_s: float, reward_timeout_s: float) -> None:
-    """Raises ConfigError for settings that cannot work."""
+    """Raises ConfigError for unusable settings."""
     where = f"environment.settings.judges.{name}"
     if "@" in settings.url:
         raise ConfigError(f"{where}.url holds a name or a password: give the key by key_variable")
@@ -300,7 +300,7 @@ def _check(settings: JudgeSettings, name: str, deadline_s: float, reward_timeout
 
 
 def _filled(template: str, task: Task, answer: str) -> str:
-    """The template with its names replaced, once: what stands in a completion is not replaced again."""
+    """The template with its names replaced, once: names in a completion are not replaced again."""
     right = right_answer(task)
     values = {
         "prompt": text_of(task),
@@ -311,7 +311,7 @@ def _filled(template: str, task: Task, answer: str) -> str:
 
 
 def _score_in(text: str, best: float) -> Fraction | None:
-    """The last number in a text; before the full marks, where it ends with these. None where they are not `best`."""
+    """The last number in a text; before the full marks, if it ends with these. None if they are not `best`."""
     if _DECIMAL_COMMA.search(text):
         return None
     if not (found := [*_FULL_MARKS.finditer(text)]) or last_number(text[found[-1].end() :]) is not None:
@@ -324,7 +324,7 @@ def _score_in(text: str, best: float) -> Fraction | None:
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in a text that has a score, among the last `_MAX_BRACES` of its end."""
+    """The last JSON object with a score in a text, among the last `_MAX_BRACES` of its end."""
     decoder = json.JSONDecoder()
     text = text[-_MAX_OBJECT:]
     for place in [found.start() for found in re.finditer(r"\{", text)][: -_MAX_BRACES - 1 : -1]:
@@ -338,7 +338,7 @@ def _last_object(text: str) -> dict[str, Any] | None:
 
 
 def _as_float(number: float | Fraction) -> float:
-    """A number of a reply; infinite where it is too large."""
+    """A number of a reply; infinite if it is too large."""
     try:
         return float(number)
     except OverflowError:

@@ -3,9 +3,9 @@
 Right answers are LaTeX (`\\frac{1}{2}`, `$x^2$`), text with a `\\boxed{...}`, GSM8K's `... #### 72`, or plain numbers
 and expressions; of completions math-verify takes the boxed answer, other LaTeX, or the last expression.
 
-Sympy can compute for ever on what a policy writes. math-verify's own time limits are alarm signals, which work in a
-main thread only and which others may have taken; they are off here, and the reward's worker is killed instead. Right
-answers are parsed before a run in other processes, which are killed at their deadline, too.
+Sympy may compute for ever on a policy's text. math-verify's own time limits are alarm signals. These work in a main
+thread only, and others may have taken them; they are off here, and the reward's worker is killed instead. Right
+answers are parsed before a run in other processes, killed at their deadline, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slipstream.records import Task
 PARSE_S = 10.0
 """Time limit of one right answer at the start."""
 CHECK_S = 60.0
-"""Time limit of all of them; those after it are parsed when they are needed."""
+"""Time limit of all of them; the rest are parsed when needed."""
 _PLAIN = re.compile(r"\s*-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?\s*")
 _IN_LATEX = re.compile(r"\\boxed|\\fbox|\$|\\\(|\\\[")
 _CURRENCY_AFTER_MINUS = re.compile(r"(?<![\w.)%])(?<!\d\$)-(?:(\$)|\\\$|[\u20ac\u00a3\u00a5\u20b9]) ?(?=[\d\\.])")
@@ -40,7 +40,7 @@ _PROSE = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{2,}(\s+[A-Za-z]{2,}){2,}")
 
 
 class Math(Graded):
-    """1 if math-verify finds the answer equal to a right one. The metric `answer_found` is 0 where nothing in the
+    """1 if math-verify finds the answer equal to a right one. The metric `answer_found` is 0 if nothing in the
     completion could be parsed."""
 
     name = "math"
@@ -55,7 +55,7 @@ class Math(Graded):
             ) from error
 
     def check(self, rows: Sequence[Checked]) -> None:
-        """Raises an error for a right answer that cannot be parsed."""
+        """Raises `DataError` for an unparseable right answer."""
         places: dict[str, str] = {}
         for where, answer in texts_of(rows, self.name):
             if not _PLAIN.fullmatch(answer):
@@ -85,7 +85,7 @@ class Math(Graded):
 
 
 def right_expression(answer: str) -> str:
-    """The part of a right answer that is parsed, in LaTeX that math-verify recognises."""
+    """The parsed part of a right answer, in LaTeX for math-verify."""
     _, marked, last = answer.rpartition("####")
     text = _readable(last if marked else answer)
     return text if _IN_LATEX.search(text) else f"\\boxed{{{text.strip()}}}"
@@ -112,13 +112,13 @@ def _parsed(answer: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _quiet() -> None:
-    """Silences the warning that time limits are off."""
+    """Silences the warning about time limits being off."""
     for module in ("parser", "grader"):
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
 
 def _unparseable(answers: Sequence[str]) -> list[tuple[str, str]]:
-    """The first of these right answers that cannot be parsed, and why; empty if all can."""
+    """The first unparseable one of these right answers, and why; empty if there is none."""
     if not answers:
         return []
     share = -(-len(answers) // max(1, min(len(os.sched_getaffinity(0)), len(answers) // 50)))
@@ -128,7 +128,7 @@ def _unparseable(answers: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _first_unparseable(answers: Sequence[str]) -> tuple[str, str] | None:
-    """The first answer that another process cannot parse, and why; None if there is none, or none in `CHECK_S`."""
+    """The first answer another process cannot parse, and why; None if there is none, or none in `CHECK_S`."""
     command = (sys.executable, "-P", "-c", f"from {__name__} import parse_all; parse_all({PARSE_S})")
     given = json.dumps(answers).encode()
     try:
@@ -146,9 +146,9 @@ def _first_unparseable(answers: Sequence[str]) -> tuple[str, str] | None:
 
 
 def parse_all(most_s: float) -> None:
-    """Reads a list of right answers as JSON; writes `+` for each, or `-` for the first that is no mathematics. One that
-    takes longer than `most_s` ends the process. Each is also compared, with itself and with another number: an endless
-    comparison would take every completion with it."""
+    """Reads a list of right answers as JSON and writes `+` for each; stops with `-` at the first without mathematics.
+    An answer taking over `most_s` ends the process. Each is also compared, with itself and with another number: an
+    endless comparison would take every completion with it."""
     from math_verify import verify
     from sympy import Integer
 

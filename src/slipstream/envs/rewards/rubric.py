@@ -1,8 +1,8 @@
 """Rubrics: a reward made of weighted parts, each with a metric of its own.
 
-The reward is the sum of weight times part over the parts that apply; as in TRL, one that gives None does not. A part
-that raises fails the whole. Each part's reward is the metric of its name, its metrics are `name/metric`, and
-`name/not_applicable` is 1 where it does not apply.
+The reward is the sum of weight times part over the parts that apply; as in TRL, a part of None does not. An exception
+in a part fails the whole. Each part's reward is the metric of its name, its metrics are `name/metric`, and
+`name/not_applicable` is 1 if it does not apply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class WeightedParts(Reward):
-    """A reward made of parts. Raises ConfigError for weights that are not finite and for names that occur twice."""
+    """A reward made of parts. Raises ConfigError for non-finite weights and repeated names."""
 
     def __init__(self, parts: Sequence[Part], setting: str = "rubric") -> None:
         if not parts:
@@ -47,12 +47,12 @@ class WeightedParts(Reward):
         self.needs_answers = any(part.reward.needs_answers for part in parts)
 
     def check(self, rows: Sequence[Checked]) -> None:
-        """What every part checks."""
+        """Every part's check."""
         for part in self._parts:
             part.reward.check(rows)
 
     def setup_scoring(self) -> None:
-        """What every part loads."""
+        """Every part's `setup_scoring`."""
         for part in self._parts:
             part.reward.setup_scoring()
 

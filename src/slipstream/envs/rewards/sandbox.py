@@ -1,14 +1,14 @@
-"""Runs programs that a model wrote, in a sandbox.
+"""Runs a model's programs in a sandbox.
 
 With namespaces (`Limits.namespaces`, the default) a program has a file system in memory with Python's standard
-library, read-only, and a folder of its own, no network, no sight of other processes, a user id without privileges, and
-limits of CPU time, memory, file size and processes. All that it started is killed by the kernel when it ends, at its
-deadline, and when the caller dies. Limits of memory hold for each process; all together may take `processes` times as
-much. The kernel itself is not hidden: a program that breaks the kernel breaks out. System calls are not filtered.
+library, read-only, and a folder of its own. It has no network, no sight of other processes and a user id without
+privileges; CPU time, memory, file size and processes are limited. The kernel kills all its processes when it ends, at
+its deadline, and when the caller dies. Limits of memory hold for each process; all together may take `processes` times
+as much. The kernel itself is not hidden: a program that breaks it breaks out. System calls are not filtered.
 
-With limits alone, for machines whose kernel gives no namespaces, a program runs as the caller's user: it can reach the
-network and read and write that user's files, and a daemon can outlive it if it kills the process that watches it. Its
-folder is left behind where the caller is killed.
+With limits alone, for machines without namespaces, a program runs as the caller's user. It can reach the network and
+read and write the user's files, and a daemon can outlive it if it kills its watching process. Its folder is left behind
+if the caller is killed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from slipstream.processes.temporary import make_temporary, remove_temporary
 
 MIB = 2**20
 _MOUNT_POINT = "/proc"
-"""Where a sandbox mounts its file system, in its own namespace: a folder that every machine has."""
+"""Mount point of a sandbox's file system, in its own namespace: a folder of every machine."""
 _GRACE_S = 1.0
 _STDERR_BYTES = 4096
 _SERIAL = itertools.count(os.getpid() * 1009)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program may use."""
+    """Limits of a program."""
 
     namespaces: bool = True
     memory_mib: int = 1024
@@ -51,7 +51,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     folder_mib: int = 64
     """Files of its folder together, with namespaces; a file, with limits alone."""
     output_mib: float = 4.0
-    """What it may write to its standard output."""
+    """Its standard output."""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class SandboxFailed(Exception):
 
 
 class Sandbox:
-    """One program in its sandbox; use as a context manager, which kills it at the end.
+    """One program in its sandbox; use as a context manager: its end kills the program.
 
     `files`: texts by name, in the program's current folder. `command`: arguments of the interpreter, such as
     `["main.py"]`.
@@ -100,7 +100,7 @@ class Sandbox:
         limits = self._limits
         if not limits.namespaces:
             assert self._temporary is not None
-            self._folder = str(self._temporary / "work")  # beside the file that says whose the folder is
+            self._folder = str(self._temporary / "work")  # beside the file with the folder's owner
             os.mkdir(self._folder, 0o700)
             for name, text in files.items():
                 (Path(self._folder) / name).write_text(text, encoding="utf-8", errors="surrogatepass")
@@ -184,7 +184,7 @@ class Sandbox:
         return line
 
     def end(self) -> None:
-        """Kills the program with all that it started, and removes its folder."""
+        """Kills the program with everything it started, and removes its folder."""
         if self._process.poll() is None and not self._limits.namespaces:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -264,7 +264,7 @@ def _python() -> str:
 
 @functools.cache
 def _readable() -> list[str]:
-    """What of the machine's files the interpreter needs; a folder within another one is left out."""
+    """The machine's files for the interpreter; a folder within another one is left out."""
     wanted = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     prefix = os.path.realpath(sys.base_prefix)

@@ -1,13 +1,12 @@
 """Program that runs another program in a sandbox, `python -I -S -B sandbox_child.py FD FD`; started by `sandbox.py`.
 
-It reads its orders (JSON) from the first descriptor, and writes to the second one why no sandbox could be made. The
-program does not have that one, so it cannot say the same: its status and all that it writes are its own.
+It reads its orders (JSON) from the first descriptor. If no sandbox could be made, it writes the reason to the second
+one. The program lacks the second one and cannot say the same: its status and output are its own.
 
 With namespaces there are three processes. The caller can kill this one. The first process of a new process namespace
-dies with it, and with that one the kernel kills all others there. The third one is the program. The program sees a
-file system in memory with the interpreter, read-only, no network but an unused loopback, no process of the machine, and
-has no privileges that it could gain. Without namespaces there are limits alone, and this process kills the program's
-descendants as far as it finds them.
+dies with it; the kernel then kills all others there. The third one is the program. It sees a file system in memory with
+the interpreter, read-only, no network but an unused loopback, and no process of the machine. It can gain no privileges.
+Without namespaces there are limits alone, and this process kills the program's descendants as far as it finds them.
 
 It imports only the standard library and is started by path, so that it starts fast.
 """
@@ -25,7 +24,7 @@ import sys
 from typing import Any, NoReturn
 
 FAILED = 125
-"""Exit status where the sandbox could not be made."""
+"""Exit status if the sandbox could not be made."""
 _REPORTS: list[int] = []
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -36,7 +35,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR, _RECURSIVE = 442, 0x8000
 _INSIDE = 65534
 _OWN_IDS = 0x6F000000
-"""First of the user ids that a root user's sandboxes have, each its own: limits of processes count by user."""
+"""First of the user ids of a root user's sandboxes, each with its own: limits of processes count by user."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -46,7 +45,7 @@ def main() -> None:
     os.set_inheritable(report, False)
     _REPORTS.append(report)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
-        score.write("1000")  # where memory ends, the program goes before the trainer and the engine
+        score.write("1000")  # without memory, the program goes before the trainer and the engine
     with os.fdopen(fd, "rb") as file:
         file.seek(0)
         orders: dict[str, Any] = json.loads(file.read())
@@ -85,8 +84,8 @@ def _in_namespaces(orders: dict[str, Any]) -> int:
 
 
 def _own_id(serial: int) -> int | None:
-    """The user and group id that a root user's program gets: one of its own, or nobody's in a container whose root is
-    a plain user; None if there is neither."""
+    """User and group id for a root user's program: one of its own, or nobody's in a container with a plain user as
+    root; None if there is neither."""
     for wanted in (_OWN_IDS + serial % 0x10000000, _INSIDE):
         if all(_is_mapped(wanted, name) for name in ("uid_map", "gid_map")):
             return wanted
@@ -101,7 +100,7 @@ def _is_mapped(number: int, name: str) -> bool:
 
 def _first_process(orders: dict[str, Any], here: int, own_id: int | None) -> int:
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    if select.select([here], [], [], 0)[0]:  # its parent ended before that
+    if select.select([here], [], [], 0)[0]:  # its parent ended before the prctl
         os._exit(FAILED)
     _new_root(orders, _INSIDE if own_id is None else own_id)
     program = os.fork()
@@ -116,11 +115,11 @@ def _first_process(orders: dict[str, Any], here: int, own_id: int | None) -> int
 
 
 def _new_root(orders: dict[str, Any], own_id: int) -> None:
-    """Replaces the file system by one in memory that holds the interpreter, read-only, and the program's folder."""
+    """Replaces the file system by one in memory with the interpreter, read-only, and the program's folder."""
     base = orders["folder"].encode()
     _mount(b"none", b"/", None, _REC | _PRIVATE, None)
     _mount(b"tmpfs", base, b"tmpfs", _NOSUID | _NODEV, b"size=%d,nr_inodes=4096,mode=755" % orders["folder_bytes"])
-    root = base + b"/root"  # inside of it `chroot` applies, where the kernel gives no user namespaces
+    root = base + b"/root"  # `chroot` applies inside of it, if the kernel gives no user namespaces
     os.makedirs(root)
     for path in map(str.encode, orders["readable"]):
         _bind(path, root + path)
@@ -161,7 +160,7 @@ def _bind(source: bytes, target: bytes, flags: int = _NOSUID | _NODEV) -> None:
     attributes = (ctypes.c_uint64 * 4)(_RDONLY | flags)
     if not _LIBC.syscall(_MOUNT_SETATTR, -100, target, _RECURSIVE, ctypes.byref(attributes), 32):
         return
-    # An old kernel. Flags that are set already may not be dropped in a user namespace.
+    # An old kernel. In a user namespace, flags set already may not be dropped.
     held = os.statvfs(target).f_flag & ~1
     _mount(None, target, None, _BIND | _REMOUNT | _RDONLY | flags | held, None)
 
@@ -186,7 +185,7 @@ def _give_up_root(own_id: int) -> None:
 
 
 def _limited(orders: dict[str, Any]) -> int:
-    """Runs the program with limits alone, in the folder that the caller made; its status."""
+    """Runs the program with limits alone, in the caller's folder for it; its status."""
     sys.path.insert(0, orders["guard"])
     import guard  # pyright: ignore[reportMissingImports]
 
@@ -235,13 +234,13 @@ def _report(reason: str) -> None:
 
 
 def _done() -> None:
-    """The program has its sandbox: a program without namespaces might open what this process holds."""
+    """The program has its sandbox: without namespaces it might open this process's descriptors."""
     while _REPORTS:
         os.close(_REPORTS.pop())
 
 
 def _guarded(work: Any) -> NoReturn:
-    """In a fork: does the work and exits like what it returns; never returns into the caller's code."""
+    """In a fork: does the work and exits like its status; never returns into the caller's code."""
     try:
         _end_like(work())
     except OSError as error:

@@ -1,14 +1,14 @@
 """TRL's reward functions, unchanged: `trl:path/to/file.py:function` or `trl:package.module:function`.
 
-They are called as TRL's trainers call them: `f(prompts=..., completions=..., completion_ids=..., trainer_state=...,
+They are called as by TRL's trainers: `f(prompts=..., completions=..., completion_ids=..., trainer_state=...,
 log_extra=..., log_metric=..., **columns)` with lists, and return a number or None for each completion. The row's prompt
 decides the form: messages make completions conversational (`[[{"role": "assistant", "content": text}]]`), a text makes
-them texts. Columns are those of the row, without `prompt`, `completion` and `completion_ids`. They see the whole
+them texts. Columns are the row's, without `prompt`, `completion` and `completion_ids`. They see the whole
 completion, thinking included.
 
-One completion at a time is given to them, or under `score_groups` those of a task together. `completion_ids` are made
-from the text by the tokenizer of `tokenizer`, without which they are empty, and a function that needs them is refused.
-`trainer_state` is None; what is given to `log_metric` are metrics, and `log_extra` has no effect.
+They get one completion at a time, or under `score_groups` those of a task together. The tokenizer of `tokenizer` makes
+`completion_ids` from the text; without it they are empty, and a function that needs them is refused.
+`trainer_state` is None; values for `log_metric` are metrics, and `log_extra` has no effect.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TrlFunction(Reward):
         self._encode = _encoder(tokenizer) if tokenizer else None
 
     def check(self, rows: Sequence[Checked]) -> None:
-        """Raises an error for a row without a column that the function needs."""
+        """Raises `DataError` for a row without a column needed by the function."""
         for where, task in rows:
             columns = _columns(task)
             if missing := [name for name in self._needs if name not in (*_OWN, *columns)]:
@@ -68,13 +68,13 @@ class TrlFunction(Reward):
                 )
 
     def __call__(self, task: Task, completion: str) -> Score | Awaitable[Score]:
-        """What the function gives for one completion. Raises `NotApplicable` where that is None."""
+        """The function's score for one completion. Raises `NotApplicable` if it is None."""
         metrics: dict[str, float] = {}
         found = self._call(task, [completion], metrics)
         return scored(found, lambda given: self._one(self._scores(given, 1, metrics), task))
 
     async def score_applicable(self, task: Task, completions: Sequence[str]) -> list[Score | None]:
-        """What the function gives for all completions together."""
+        """The function's scores for all completions together."""
         metrics: dict[str, float] = {}
         found = self._call(task, completions, metrics)
         return self._scores(await found if inspect.isawaitable(found) else found, len(completions), metrics)
@@ -121,7 +121,7 @@ class TrlFunction(Reward):
 
 
 def trl_function(text: str, setting: str, tokenizer: str) -> TrlFunction:
-    """The reward that `trl:...` names. Raises ConfigError."""
+    """The reward named by `trl:...`. Raises ConfigError."""
     place, _, name = text.removeprefix(PREFIX).rpartition(":")
     if not place or not name:
         raise ConfigError(f"{setting} = {text!r:.80} names no function: write {_FORMS}")
@@ -130,7 +130,7 @@ def trl_function(text: str, setting: str, tokenizer: str) -> TrlFunction:
     else:
         try:
             function = getattr(importlib.import_module(place), name)
-        except Exception as error:  # the module's code, whatever it raises
+        except Exception as error:  # any error of the module's code
             raise ConfigError(f"{setting} = {text}: {name} cannot be imported ({one_line(error)})") from error
     if not callable(function):
         raise ConfigError(f"{setting} = {text}: {name} is a {type(function).__name__}: name a function")
@@ -138,14 +138,14 @@ def trl_function(text: str, setting: str, tokenizer: str) -> TrlFunction:
 
 
 def _columns(task: Task) -> dict[str, Any]:
-    """The row's columns that TRL passes on."""
+    """The row's columns for TRL."""
     kept: Mapping[str, Any] | None = task.info.get(COLUMNS)
     columns = {**task.info, "answer": task.answer} if kept is None else dict(kept)
     return {name: value for name, value in columns.items() if name not in _NO_COLUMNS}
 
 
 def _encoder(folder: str) -> Callable[[str], list[int]]:
-    """Tokens of a text, without any special one that is not written in it."""
+    """Tokens of a text, without any special one not written in it."""
     file = Path(folder) / "tokenizer.json" if Path(folder).is_dir() else Path(folder)
     try:
         from tokenizers import Tokenizer  # pyright: ignore[reportMissingTypeStubs]

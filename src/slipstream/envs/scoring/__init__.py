@@ -1,1 +1,1 @@
-"""Reward workers: killable processes with deadlines that run the user's `score`."""
+"""Reward workers: killable processes with deadlines for the user's `score`."""

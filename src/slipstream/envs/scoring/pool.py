@@ -1,16 +1,16 @@
-"""Runs rewards and tools in worker processes that can be killed.
+"""Runs rewards and tools in killable worker processes.
 
 Guarantees: a hanging reward is killed at its deadline with all its descendants (`RewardTimeout`). An exception, an exit
 or a value that is not finite is a `RewardFailed`. A new worker then takes the other requests, and no call waits longer
 than the deadlines allow. A reward's deadline counts from the moment the worker was free for it, not from the call.
 Output of a reward appears only in the `details` of its failure. No descendant of a reward outlives the pool, however
-the pool ends. The same holds for tools, whose failures are results that the policy reads.
+the pool ends. The same holds for tools; the policy reads their failures as results.
 
-Rewards and tools have workers of their own (`workers.py`), so that neither delays or ends the other: a hung tool costs
+Rewards and tools have workers of their own (`workers.py`), and neither delays or ends the other: a hung tool costs
 no reward its deadline.
 
-Neither is sandboxed: they may read and write whatever files this user may. Where the kernel allows it, they cannot read
-the environment or memory of processes that they did not start (`guard.py`).
+Neither is sandboxed: they may read and write all files of this user. If the kernel allows it, they cannot read the
+environment or memory of processes started by others (`guard.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MAX_NAMES = 256
 class ScorerPool:
     """Killable workers for one environment. Use as `async with ScorerPool(...) as scorer`.
 
-    Entering starts a worker that grades, and one that runs tools if the environment has any, and waits for them:
+    Entering starts a worker for rewards, and one for tools if the environment has any, and waits for them:
     `EnvironmentFault` if the environment cannot be constructed there. Further workers, up to `reward_workers` of each
-    (`auto`: one), start when calls wait. `warn` receives a sentence. `stacks`: where workers answer for their stacks,
-    see `processes.stacks.register`.
+    (`auto`: one), start when calls wait. `warn` receives a sentence. `stacks`: the place of the workers' stacks, see
+    `processes.stacks.register`.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class ScorerPool:
 
         def workers(role: str, timeout_s: float, concurrency: int) -> Workers:
             setup = Setup(
-                # A planned section has values here that mean "no effect" and that no run file may have; a worker needs
-                # neither.
+                # A planned section has values here for "no effect", invalid in a run file; a worker needs neither.
                 config_json=config.model_dump_json(exclude={"num_train_tasks", "reward_workers"}),
                 timeout_s=timeout_s,
                 memory_limit_bytes=int(config.reward_memory_gib * GIB),
@@ -103,7 +102,7 @@ class ScorerPool:
 
     @property
     def num_restarts(self) -> int:
-        """Workers that were replaced."""
+        """Replaced workers."""
         return self._rewards.num_restarts + self._tools.num_restarts
 
     async def score(self, task: Task, episode: Episode | str) -> Score:
@@ -140,7 +139,7 @@ class ScorerPool:
         raise kind(f"the reward of {self._config.name} {answer.message}", answer.details)
 
     def _limit_metrics(self, score: Score) -> Score:
-        """The score without metrics beyond `MAX_NAMES`, which are counted."""
+        """The score without metrics beyond `MAX_NAMES`; `metrics_left_out` counts these."""
         known = [name for name in score.metrics if name in self._names]
         new = [name for name in score.metrics if name not in self._names][: MAX_NAMES - len(self._names)]
         self._names.update(new)
@@ -166,5 +165,5 @@ class ScorerPool:
 
 
 def unreadable(call: ToolCall) -> ToolResult:
-    """The result of a call that the parser could not read."""
+    """The result of a call the parser could not read."""
     return ToolResult(f"The call cannot be read: {call.error[:1000]}", "arguments")

@@ -1,8 +1,8 @@
-"""Starts a worker process, which grades or runs tools, and talks to it. The other end is `worker.py`.
+"""Starts a worker process for grading or tools, and talks to it. The other end is `worker.py`.
 
 Records go over its channel: `Setup` first, then `Request`s. Each gets an `Answer` as soon as there is one, in order
-except for coroutines, which first answer `begun`. An answer repeats its request's random `id`, so that data that
-another process writes to the channel is not taken for an answer. The worker is below a guard (`processes/guarded.py`).
+except for coroutines: these first answer `begun`. An answer repeats its request's random `id`: other processes' data on
+the channel is thus not taken for an answer. The worker is below a guard (`processes/guarded.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PASSED_ON = re.compile(
     r"|TOKENIZERS_PARALLELISM|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE"
     r"|COVERAGE_PROCESS_START|SLIPSTREAM_COVERAGE"
 )
-"""Environment variables that every worker gets; none holds a key or token."""
+"""Environment variables of every worker; none holds a key or token."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -47,14 +47,14 @@ class Setup(msgspec.Struct, frozen=True):
     timeout_s: float
     memory_limit_bytes: int
     max_processes: int
-    """Most processes that it may have started and that live."""
+    """Most living processes it may have started."""
     user_namespace: bool
     environment: PythonObject | None = None
-    """What the config's name stands for, where a Python caller passed it."""
+    """The object behind the config's name, if a Python caller passed it."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """An episode or a group of them to grade, a tool to run, or the end of a coroutine that was begun with this id."""
+    """An episode or a group of them to grade, a tool to run, or the end of the coroutine begun with this id."""
 
     id: str
     kind: Literal["score", "group", "tool", "cancel"]
@@ -65,7 +65,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """A worker's answer to its setup (`ready`, `failed`) or to a request: the scores, in order, or the tool's result. A
-    coroutine answers `begun` first; `died`: a process that did nothing else ended."""
+    coroutine answers `begun` first; `died`: a process for this request alone ended."""
 
     kind: Literal["ready", "begun", "score", "tool", "failed", "timeout", "died"]
     scores: tuple[Score, ...] = ()
@@ -79,7 +79,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """With `ready`: whether the worker has a user namespace of its own."""
 
     def answers(self, request: Request) -> bool:
-        """Whether what it holds is of the kind that was asked for."""
+        """Whether it fits the kind of the request."""
         if self.kind == "score":
             return request.kind != "tool" and len(self.scores) == len(request.episodes)
         return (self.result is not None and request.kind == "tool") if self.kind == "tool" else True
@@ -89,7 +89,7 @@ _Record = TypeVar("_Record", Setup, Request, Answer)
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Encodes as msgpack; as JSON if a text holds an unpaired surrogate, which only JSON can escape."""
+    """Encodes as msgpack; as JSON if a text holds an unpaired surrogate: only JSON can escape it."""
     try:
         return msgspec.msgpack.encode(record)
     except UnicodeEncodeError:
@@ -97,7 +97,7 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[_Record]) -> _Record:
-    """Decodes what `encode` wrote. Raises `msgspec.DecodeError`."""
+    """Decodes the output of `encode`. Raises `msgspec.DecodeError`."""
     if data[:1] not in (b"[", b"{"):
         return msgspec.msgpack.decode(data, type=kind)
     try:
@@ -107,7 +107,7 @@ def decode(data: bytes, kind: type[_Record]) -> _Record:
 
 
 def worker_environment(names: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `own` that a worker gets: `PASSED_ON` and the named ones."""
+    """The variables of `own` for a worker: `PASSED_ON` and the named ones."""
     named = set(names)
     return {name: value for name, value in own.items() if name in named or PASSED_ON.fullmatch(name)}
 
@@ -150,7 +150,7 @@ class Worker:
         return not self._is_ending and not self._process.channel.is_closed
 
     def send(self, *records: bytes) -> None:
-        """Starts to send encoded records; a worker that has ended is noticed when the answer is read."""
+        """Starts to send encoded records; reading the answer shows if the worker has ended."""
         self._process.channel.send(*records)
 
     async def receive(self, due: float, timeout_s: float) -> Answer:
@@ -177,22 +177,22 @@ class Worker:
         by_itself = await self._process.has_ended()
         await self.kill()
         code = self._process.poll()
-        # A guard that stands still for long tells later, but not of a worker that it has to end.
+        # A guard stopped for long reports later, but not about a worker it has to end.
         if not by_itself and code in (0, -signal.SIGKILL):
             code = None
         return ending(code, f"more than {self._max_processes} processes (environment.reward_processes)")
 
     @property
     def stderr_tail(self) -> str:
-        """The end of what the worker wrote to its output streams."""
+        """The end of the worker's output streams."""
         return self._process.tail[-_STDERR_TAIL_BYTES:].decode(errors="replace")
 
     async def stop(self) -> None:
-        """Closes its input, which tells it to end; kills it if it does not."""
+        """Closes its input, the signal to end; kills it if it does not end."""
         await self._process.stop()
 
     async def kill(self) -> None:
-        """Kills the worker and all its descendants and waits for their end. What it wrote last, which shows where it
-        hung, is in `stderr_tail`."""
+        """Kills the worker and all its descendants and waits for their end. Its last output, in `stderr_tail`, shows
+        the place of a hang."""
         self._is_ending = True
         await self._process.kill()

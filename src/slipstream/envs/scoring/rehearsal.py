@@ -1,4 +1,4 @@
-"""Plays an environment's episodes with turns that are known beforehand, such as a gold answer, in place of a policy.
+"""Plays an environment's episodes with known turns, such as a gold answer, in place of a policy.
 
 The environment's own `run` and its tools are real, each with its deadline; no model and no tokens are needed.
 """
@@ -34,16 +34,16 @@ _CLOSE_S = 10.0
 
 
 class Rehearsal:
-    """Plays and grades episodes of `environment`, which is set up; `timeout_s` is `environment.run_timeout_s`."""
+    """Plays and grades episodes of `environment`, already set up; `timeout_s` is `environment.run_timeout_s`."""
 
     def __init__(self, environment: Environment, scorer: Scorer, timeout_s: float) -> None:
         self._environment, self._scorer, self._timeout_s = environment, scorer, timeout_s
         self.differences: list[str] = []
-        """Of gold answers whose messages between the policy's turns are not what the environment says there."""
+        """Of gold answers whose messages between the policy's turns differ from the environment's."""
 
     async def score(self, task: Task, turns: Sequence[Message], *, is_gold: bool) -> Score:
-        """The reward of an episode in which the policy says the assistant's `turns`, the last one again where the
-        environment asks for more. Raises `RewardError`, also where the episode fails."""
+        """The reward of an episode with the assistant's `turns` as the policy's, the last one again if the environment
+        asks for more. Raises `RewardError`, also if the episode fails."""
         policy = _Saying(self._environment, self._scorer, task, turns)
         episode = await self._play(task, policy)
         if is_gold and policy.difference:
@@ -91,7 +91,7 @@ class _Saying:
         self.state: Any = None
         self.address: Address | None = None
         self.num_tools = 0
-        """Calls of tools under way, which have a deadline of their own."""
+        """Tool calls under way, with deadlines of their own."""
         self.conversation: list[Message] = []
         self.difference = ""
 
@@ -116,7 +116,7 @@ class _Saying:
         return Reply(turn.content, "stop", calls, turn.content)
 
     def _compare(self, came: Sequence[Message]) -> None:
-        """Compares what the environment said with what the gold answer has in that place."""
+        """Compares the environment's messages with the gold answer's in the same place."""
         for ours, theirs in zip(self._between, came, strict=False):
             if not self.difference and (ours.role, ours.content) != (theirs.role, theirs.content):
                 says = f"it says {theirs.role} {theirs.content!r:.60}"

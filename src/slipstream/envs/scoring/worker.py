@@ -1,12 +1,12 @@
 """Worker, `python -m slipstream.envs.scoring.worker`: the other end of the protocol in `process.py`.
 
 It constructs the environment from its config, carries out requests one after another (`worker_calls.py`), and ends
-when its input closes. Coroutines run concurrently, as many as the pool sends, on one event loop, which a plain function
-blocks. A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker` each request is
-carried out in a fork of this process, which keeps its initial state.
+when its input closes. Coroutines run concurrently, as many as the pool sends, on one event loop; a plain function
+blocks it. A coroutine is cancelled at its deadline, or when its caller gives it up. Under `fresh_worker`, forks carry
+out the requests, and this process keeps its initial state.
 
-Rewards and tools may print and read: the channel is moved away from standard input first, and closed in
-every process that they fork; a fork that returns from its call exits. On SIGUSR1 it writes its traceback, also from
+Rewards and tools may print and read: the channel is moved away from standard input first, and closed in all their
+forks; a fork exits when it returns from its call. On SIGUSR1 it writes its traceback, also from
 inside C code.
 """
 
@@ -79,15 +79,14 @@ def main() -> int:
 
 
 class _Answers:
-    """Writes answers to the pool, from the process that it was constructed in only."""
+    """Writes answers to the pool, only from the process of its construction."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._own = os.getpid()
 
     def write(self, answer: Answer) -> None:
-        """Writes an answer. A process that a call forked and that returned from the call exits here: its parent
-        answers."""
+        """Writes an answer. A call's fork exits here after its return from the call: its parent answers."""
         if os.getpid() != self._own:
             os._exit(0)
         self._channel.send(encode(answer))
@@ -107,7 +106,7 @@ class _Work:
         self._broken: BaseException | None = None
 
     def run(self) -> None:
-        """Carries out requests until the input ends; coroutines that are under way then are cancelled."""
+        """Carries out requests until the input ends, and then cancels coroutines under way."""
         while True:
             if self._under_way:
                 self._go_on()
@@ -121,7 +120,7 @@ class _Work:
                 self._take(request)
 
     def _cancel(self, id_: str) -> None:
-        """Cancels a coroutine whose caller gave it up; it is answered when it ends, at its deadline at the latest."""
+        """Cancels a coroutine given up by its caller; it is answered when it ends, at its deadline at the latest."""
         if (task := self._under_way.get(id_)) is not None:
             task.cancel()
 
@@ -134,7 +133,7 @@ class _Work:
             self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CLEANUP_S))
 
     def _take(self, request: Request) -> None:
-        # Outside of the event loop, so that a plain function may run its own.
+        # Outside of the event loop: a plain function may run its own.
         found = _called(self._environment, request)
         if isinstance(found, Answer):
             self._answers.write(msgspec.structs.replace(found, id=request.id))
@@ -194,7 +193,7 @@ class _Work:
 
 
 def _where(coming: Any) -> str:
-    """Where a coroutine is waiting, as in a traceback."""
+    """The place of a waiting coroutine, as in a traceback."""
     frames: list[tuple[FrameType, int]] = []
     while (frame := getattr(coming, "cr_frame", None)) is not None:
         frames.append((frame, frame.f_lineno))

@@ -1,6 +1,6 @@
-"""The calls of user code that a worker carries out: grade an episode, grade a group, run a tool.
+"""Calls of user code in a worker: grade an episode, grade a group, run a tool.
 
-Each function calls the environment in this process and returns what came of it, or an awaitable if that is a coroutine.
+Each function calls the environment in this process and returns the result, or an awaitable if it is a coroutine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def judge(environment: Environment, task: Task, episode: Episode) -> Score | Awaitable[Score]:
-    """Runs the environment's `score_episode`. Exceptions become `RewardFailed`, except those meant for the process."""
+    """Runs the environment's `score_episode`. Exceptions become `RewardFailed`, except for the process's own."""
     return _graded(environment, lambda: environment.score_episode(task, episode), as_score)
 
 
@@ -53,7 +53,7 @@ def _graded(environment: Environment, grade: Callable[[], Any], convert: Callabl
 
 @contextlib.contextmanager
 def _explaining(environment: Environment) -> Generator[None]:
-    """Context manager: exceptions of the reward become `RewardFailed`, an outcome that the caller counts."""
+    """Context manager: exceptions of the reward become `RewardFailed`, an outcome for the caller to count."""
     try:
         yield
     except RewardError:
@@ -78,12 +78,12 @@ def as_scores(value: object, num_episodes: int) -> list[Score]:
 
 
 def run_tool(environment: Environment, task: Task, call: ToolCall) -> ToolResult | Awaitable[ToolResult]:
-    """Runs the environment's `call_tool`. Whatever it does, apart from what ends or stops the process, is a result."""
+    """Runs the environment's `call_tool`. All it does is a result, except for ending or stopping the process."""
     try:
         found = environment.call_tool(call.name, call.arguments, task)
         if not inspect.isawaitable(found):
             return _result(found)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a tool raises is its result)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (any error of a tool is its result)
         return failed_tool(call, error)
 
     async def later() -> ToolResult:
@@ -96,7 +96,7 @@ def run_tool(environment: Environment, task: Task, call: ToolCall) -> ToolResult
 
 
 def failed_tool(call: ToolCall, error: BaseException) -> ToolResult:
-    """The result of a tool that raised `error`."""
+    """The result of a tool after it raised `error`."""
     if isinstance(error, CallRefused):
         return ToolResult(as_content(str(error)), error.failure)
     text = f"{call.name:.80} raised {_said(error)}"

@@ -1,4 +1,4 @@
-"""Worker processes that carry out calls, and are killed at a call's deadline; see `pool.py` for what is guaranteed.
+"""Worker processes for calls, killed at a call's deadline; see `pool.py` for the guarantees.
 
 A worker answers each request as soon as it is done, so a hang is the first unanswered request's. This does not hold for
 coroutines: they run concurrently, and end at their deadlines, or with their callers. If their worker hangs or dies,
@@ -22,7 +22,7 @@ from slipstream.errors import EnvironmentFault
 from slipstream.records import Task, ToolCall
 
 _MAX_NOT_BEGUN = 8  # how many a worker has not looked at yet
-_PATIENCE_S = 0.25  # a job that waits longer starts another worker
+_PATIENCE_S = 0.25  # after this wait, a job starts another worker
 START_TIMEOUT_S = 120.0
 _GRACE_S = 1.0  # how late a worker may cancel coroutines after their deadline
 
@@ -57,9 +57,9 @@ class _Slot:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.queue: dict[str, _Job] = {}
-        """Jobs in the order in which they were sent, of which the worker does the first."""
+        """Jobs in the order of sending; the worker does the first."""
         self.begun: dict[str, _Job] = {}
-        """Coroutines, which run concurrently."""
+        """Coroutines, run concurrently."""
         self.runs_coroutines = False
         self.ends = False
         """It gets no more jobs, because a coroutine has passed its deadline here."""
@@ -70,7 +70,7 @@ class _Slot:
         return len(self.queue) + len(self.begun)
 
     def may_have_written(self, answer: Answer) -> bool:
-        """Whether `answer` belongs to a job that the worker can be working on."""
+        """Whether `answer` belongs to a job the worker can be working on."""
         job = self.begun.get(answer.id) or next(iter(self.queue.values()), None)
         return job is not None and job.id == answer.id and answer.answers(job.request)
 
@@ -79,7 +79,7 @@ class _Slot:
         return self.begun.pop(id_) if id_ in self.begun else self.queue.pop(id_)
 
     def suspects(self) -> list[_Job]:
-        """Jobs that may have caused the worker's death."""
+        """Possible causes of the worker's death."""
         return [*self.begun.values(), *list(self.queue.values())[:1]]
 
     @property
@@ -103,7 +103,7 @@ class Workers:
         variables: Sequence[str],
         stacks: Path | None,
     ) -> None:
-        """`role`: what its messages call a worker. `concurrency`: most requests that a worker has at once."""
+        """`role`: a worker's name in messages. `concurrency`: most requests of a worker at once."""
         self._name = name
         self._setup = setup
         self._role = role
@@ -118,9 +118,9 @@ class Workers:
         self._servers: list[asyncio.Task[None]] = []
         self._fault: EnvironmentFault | None = None
         self.num_restarts = 0
-        """Workers that were replaced."""
+        """Replaced workers."""
         self.ready = Answer("ready")
-        """What the first worker said of itself and its environment."""
+        """The first worker's facts about itself and its environment."""
 
     async def start(self) -> None:
         """Starts a worker and waits for it. Raises `EnvironmentFault`."""
@@ -130,7 +130,7 @@ class Workers:
         self._servers = [asyncio.create_task(self._serve(slot)) for slot in slots]
 
     async def stop(self) -> None:
-        """Ends the workers and all that they started; calls that wait fail."""
+        """Ends the workers and everything they started; waiting calls fail."""
         self._fault = self._fault or EnvironmentFault(f"the {self._role}s of {self._name} were stopped")
         for server in self._servers:
             server.cancel()
@@ -147,8 +147,8 @@ class Workers:
         episodes: tuple[Episode, ...] = (),
         call: ToolCall = ToolCall(""),  # noqa: B008 (it cannot change)
     ) -> Answer:
-        """Carries out a call. Raises `EnvironmentFault` if no worker can be started any more. An answer of the kind
-        `died` or `timeout` says in `message` what became of the worker."""
+        """Carries out a call. Raises `EnvironmentFault` if no worker can be started any more. In an answer of the kind
+        `died` or `timeout`, `message` says how the worker ended."""
         if self._fault is not None:
             raise self._fault
         if not self._servers:
@@ -203,7 +203,7 @@ class Workers:
         raise EnvironmentFault(f"the {self._role} of {self._name} {reason}{detail}: run `slipstream env test`")
 
     async def _serve(self, slot: _Slot | None) -> None:
-        """Carries out calls until cancelled; replaces a worker that was killed or died."""
+        """Carries out calls until cancelled; replaces killed and dead workers."""
         try:
             while True:
                 if slot is None:
@@ -218,7 +218,7 @@ class Workers:
                     self._slots.append(slot)
         except EnvironmentFault as fault:
             self._fail_all(fault, slot)
-        except Exception as error:  # noqa: BLE001 (callers wait: whatever it is, they must learn of it)
+        except Exception as error:  # noqa: BLE001 (waiting callers must learn of any error)
             self._fail_all(
                 EnvironmentFault(f"a {self._role} of {self._name} failed ({error!r}): report this as a bug"), slot
             )
@@ -228,7 +228,7 @@ class Workers:
                 await slot.worker.stop()
 
     async def _start_another(self) -> _Slot:
-        """Starts one more worker if jobs are waiting that the others do not take."""
+        """Starts one more worker if the others leave jobs waiting."""
         while True:
             while not self._waiting:
                 self._work.clear()
@@ -247,7 +247,7 @@ class Workers:
         return slot
 
     async def _go_on(self, slot: _Slot) -> bool:
-        """Sends the jobs that it has room for, and handles the next answer; false if the worker was killed."""
+        """Sends jobs while it has room, and handles the next answer; false if the worker was killed."""
         self._send(slot)
         if not slot:
             return not slot.ends
@@ -298,7 +298,7 @@ class Workers:
         """Whether the worker may get a job now."""
         if not slot or slot.ends or slot.is_reserved or job.alone:
             return not slot and not slot.ends
-        # A plain function keeps those behind it waiting, which another worker might do meanwhile.
+        # A plain function keeps later jobs waiting; another worker might do them meanwhile.
         most = _MAX_NOT_BEGUN if slot.runs_coroutines or self._num_workers == 1 else 1
         return len(slot) < self._concurrency and len(slot.queue) < most
 
@@ -313,7 +313,7 @@ class Workers:
             job.settle(answer)
 
     def _blame(self, slot: _Slot, kind: Literal["timeout", "died"], message: str) -> None:
-        """Fails the job that caused the worker's death, or has every job that may have caused it run again, alone."""
+        """Fails the job behind the worker's death, or has every suspect run again, alone."""
         suspects = slot.suspects()
         if len(suspects) == 1:
             answer = Answer(kind, message=message, details=slot.worker.stderr_tail)

@@ -1,7 +1,7 @@
-"""The content of an environment's folder: which files belong to it, their digest, and the archive that holds them.
+"""The content of an environment's folder: its files, their digest, and their archive.
 
-The digest is of names, sizes and contents alone. An archive is a plain tar file of regular files; reading one executes
-nothing, and links, special files, paths that lead out of the folder and names that are there twice are refused.
+The digest is of names, sizes and contents alone. An archive is a plain tar file of regular files. Reading one executes
+nothing; links, special files, paths out of the folder and repeated names are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_FILES, MAX_BYTES = 10_000, 1 << 30
 MAX_DEPTH = 32
 """Folders of a file, one in the other."""
 MAX_ARCHIVE_BYTES = MAX_BYTES + MAX_FILES * (8 << 10)
-"""With what a tar file has beside contents: long names, and blocks that are not full."""
+"""With a tar file's other bytes: long names, and partly filled blocks."""
 _HEADER = b"slipstream environment 1\n"
 _CACHES = ("__pycache__",)
 _LEFT_OUT = ("runs", "models")
@@ -78,7 +78,7 @@ def digest_of(files: Mapping[str, Path]) -> str:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """The digest of a folder that holds an environment and nothing else. Raises ConfigError for a link in it."""
+    """The digest of a folder with an environment and nothing else. Raises ConfigError for a link in it."""
     return digest_of(files_in(folder)[0])
 
 
@@ -107,8 +107,8 @@ def write_archive(archive: Path, files: Mapping[str, Path]) -> None:
 
 
 def unpack(archive: Path, folder: Path, place: str = "") -> None:
-    """Write an archive's files into the new, empty `folder`, readable by their owner alone. Raises DataError for an
-    archive that is damaged or holds anything but plain files of this folder; `place` is where it was copied from."""
+    """Write an archive's files into the new, empty `folder`, readable by their owner alone. Raises DataError for a
+    damaged archive, or one with anything but plain files of this folder; `place`: the origin of its copy."""
     names, size_bytes = set[str](), 0
     place = place or str(archive)
     try:

@@ -1,4 +1,4 @@
-"""The places of registries: a folder, or any address that fsspec opens. An environment lies at
+"""The places of registries: a folder, or any address for fsspec. An environment lies at
 `<registry>/<name>/<digest>.tar`.
 """
 
@@ -19,7 +19,7 @@ _FILE = re.compile(rf"([0-9a-f]{{64}}){re.escape(_SUFFIX)}")
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive in a registry. Nobody has looked yet whether it holds what its name says."""
+    """An archive in a registry, not yet compared with its name."""
 
     name: str
     digest: str
@@ -27,14 +27,14 @@ class Archive:
     """Its path or address."""
     size_bytes: int
     modified: Any
-    """When; of a type that depends on the place."""
+    """Its time; the type depends on the place."""
 
 
 class Registry:
-    """Keeps archives by name and digest. All methods raise ConfigError where the place cannot be used."""
+    """Keeps archives by name and digest. All methods raise ConfigError if the place cannot be used."""
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError for a text that is no address, and without the package that opens it."""
+        """Raises ConfigError for an invalid address, and without the package for it."""
         self._files = RemoteFolder(address, rights="s3:ListBucket and s3:GetObject, and s3:PutObject to push")
         self.address = self._files.address
 
@@ -42,7 +42,7 @@ class Registry:
         return self.address
 
     def archives(self, name: str, digest: str = "") -> list[Archive]:
-        """The archives of an environment with digests that begin so, the oldest first."""
+        """The archives of an environment with this start of their digests, the oldest first."""
         found: list[Archive] = []
         for entry in self._files.entries(name):
             whole = _FILE.fullmatch(entry.name)
@@ -52,7 +52,7 @@ class Registry:
         return self._files.ask(lambda: sorted(found, key=lambda archive: (archive.modified, archive.digest)))
 
     def fetch(self, archive: Archive, here: Path) -> Path:
-        """A copy of an archive in the folder `here`. Raises DataError for one that cannot be had whole."""
+        """A copy of an archive in the folder `here`. Raises DataError if it cannot be had whole."""
         file = here / "fetched.tar"
         if archive.size_bytes > MAX_ARCHIVE_BYTES:
             raise _damaged(archive)
@@ -63,7 +63,7 @@ class Registry:
         return file
 
     def put(self, name: str, digest: str, file: Path) -> str:
-        """Keep a file as an archive, whole or not at all, in place of one that is there, and return its place."""
+        """Keep a file as an archive, whole or not at all, in place of an older one, and return its place."""
         self._files.put(file, _name(name, digest))
         return self._files.place(_name(name, digest))
 

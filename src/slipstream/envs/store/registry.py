@@ -1,8 +1,8 @@
-"""A folder or bucket of environments: `push` adds one, `pull` copies one out, and `located` finds the one that a run
-file names.
+"""A folder or bucket of environments: `push` adds one, `pull` copies one out, and `located` finds the one of a run
+file.
 
-Nothing of an environment is imported before the digest of what was unpacked is the one that was asked for, so neither
-the registry nor whoever can write to it needs to be trusted.
+Nothing of an environment is imported before the digest of its unpacked files equals the requested one: neither
+the registry nor its writers need to be trusted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.processes.temporary import cache_root, private_folder, temporary
 
 MAIN = "environment.py"
-"""The file that a run loads."""
+"""The file for a run to load."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _REFERENCE = re.compile(rf"({_NAME})@([0-9a-f]{{12,64}})(?::(\w+))?")
 _FORM = "name@digest, with at least 12 digits of the digest that `slipstream env push` printed"
@@ -51,7 +51,7 @@ class Pushed:
     registry: str
     """Its address, as a run file names it."""
     archive: str
-    """The path or address of what is kept there."""
+    """The path or address of its archive there."""
     num_files: int
     num_left_out: int
     is_new: bool
@@ -134,7 +134,7 @@ def located(section: EnvironmentConfig) -> EnvironmentConfig:
 
 
 def _located(name: str, opened: Callable[[], Registry] | None) -> str:
-    """The path of the verified file that a reference means; any other name as it is."""
+    """The path of a reference's verified file; any other name as it is."""
     if not is_reference(name):
         return name
     reference = reference_of(name)
@@ -143,8 +143,8 @@ def _located(name: str, opened: Callable[[], Registry] | None) -> str:
 
 
 def _on_this_machine(reference: Reference, opened: Callable[[], Registry] | None) -> Path:
-    """The folder into which this environment was unpacked, verified. `opened` opens the registry for one that is not
-    here yet."""
+    """The verified folder of this unpacked environment. `opened` opens the registry if the environment is not here
+    yet."""
     try:
         cache = private_folder(cache_root(os.environ) / "environments")
     except (OSError, RuntimeError) as error:
@@ -171,7 +171,7 @@ def _on_this_machine(reference: Reference, opened: Callable[[], Registry] | None
 
 
 def _verified(folder: Path) -> Path:
-    """The folder of an unpacked environment. Raises DataError unless it holds what its name says."""
+    """The folder of an unpacked environment. Raises DataError unless its content fits its name."""
     if digest_of_folder(folder) != folder.name.rpartition("@")[2]:
         raise DataError(f"{folder} was changed since it was unpacked: remove it, and it is unpacked again")
     return folder
@@ -191,7 +191,7 @@ def _archive(reference: Reference, registry: Registry) -> Archive:
 
 
 def _check(reference: Reference, archive: Archive, whole: Path) -> None:
-    """Raise DataError unless an archive holds what its name and the reference say."""
+    """Raise DataError unless an archive's content fits its name and the reference."""
     digest = digest_of_folder(whole)
     if digest != archive.digest or not digest.startswith(reference.digest):
         raise DataError(
@@ -201,7 +201,7 @@ def _check(reference: Reference, archive: Archive, whole: Path) -> None:
 
 
 def _is_whole(registry: Registry, archive: Archive, beside: Path) -> bool:
-    """Whether a registry's archive holds what its name says."""
+    """Whether the content of a registry's archive fits its name."""
     try:
         with _unpacked(registry, archive, beside) as whole:
             return digest_of_folder(whole) == archive.digest
@@ -211,7 +211,7 @@ def _is_whole(registry: Registry, archive: Archive, beside: Path) -> bool:
 
 @contextlib.contextmanager
 def _unpacked(registry: Registry, archive: Archive, beside: Path) -> Generator[Path]:
-    """Inside, a folder below `beside` that holds what an archive does, and may be moved away."""
+    """Inside, a folder below `beside` with an archive's content; it may be moved away."""
     with temporary("environment", beside) as here:
         file = registry.fetch(archive, here)
         whole = here / "whole"

@@ -1,1 +1,1 @@
-"""Tools: functions that the policy may call, of an environment, a file or a server of the Model Context Protocol."""
+"""Tools: functions for the policy to call, of an environment, a file or a server of the Model Context Protocol."""

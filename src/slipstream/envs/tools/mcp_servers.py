@@ -1,8 +1,8 @@
 """Tools of servers of the Model Context Protocol, over standard input and output (the official SDK, package `mcp`).
 
-`tools_of("python server.py")` starts the server once, asks what it has, and ends it. A call then starts it again in the
-process that runs tools, and keeps it there: one server for each worker. Servers get the environment variables that
-workers have, and end with them.
+`tools_of("python server.py")` starts the server once, asks for its tools, and ends it. A call then starts it again in
+the process for tools, and keeps it there: one server for each worker. Servers get the workers' environment variables,
+and end with the workers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from slipstream.errors import ConfigError, one_line
 from slipstream.runlog.redaction import hide_in_command
 
 START_S = 60.0
-"""How long a server may take to say which tools it has."""
+"""Time limit of a server to list its tools."""
 
 
 def tools_of(command: str, variables: Iterable[str]) -> list[Tool]:
-    """The tools of the server that `command` starts; it gets these environment variables too. Raises `ConfigError` if
-    it does not start or has none."""
+    """The tools of the server of `command`; it gets these environment variables too. Raises `ConfigError` if it does
+    not start or has none."""
     setting = f"environment.tools: {hide_in_command(f'mcp:{command}')}"
     if not command.strip():
         raise ConfigError(f"{setting} names no command: write mcp:COMMAND, the command that starts the server")
@@ -41,7 +41,7 @@ def tools_of(command: str, variables: Iterable[str]) -> list[Tool]:
         raise ConfigError(
             f"{setting} did not say which tools it has within {START_S:g} s: run the command by hand"
         ) from None
-    except Exception as error:  # whatever the server or the SDK raises
+    except Exception as error:  # any error of the server or the SDK
         cause = error
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
@@ -90,7 +90,7 @@ class _Server:
         return call
 
     async def _started(self) -> tuple[Any, asyncio.Task[None]]:
-        """The session, begun if there is none, or if the server has ended, and the task that keeps it open."""
+        """The session, begun if there is none or the server has ended, and the task of keeping it open."""
         if self._session is None or self._session.done():
             self._ready = asyncio.get_running_loop().create_future()
             self._session = asyncio.create_task(self._run(self._ready))
@@ -114,7 +114,7 @@ class _Server:
             if ready.done():
                 raise
             ready.set_exception(error)
-            ready.exception()  # whoever waits may have been cancelled
+            ready.exception()  # the waiting caller may have been cancelled
 
 
 def _has_ended(error: Exception) -> bool:

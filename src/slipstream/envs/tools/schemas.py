@@ -1,4 +1,4 @@
-"""Tools: functions that the policy may call. Their JSON schemas follow from type hints and docstrings.
+"""Tools: functions for the policy to call. Their JSON schemas follow from type hints and docstrings.
 
 A tool is a plain function or a coroutine function with a type hint for every parameter:
 
@@ -9,7 +9,7 @@ A tool is a plain function or a coroutine function with a type hint for every pa
             expression: Numbers, + - * / and parentheses.
         \"\"\"
 
-A parameter annotated as `Task` receives the task and is not part of the schema. What a tool returns is text, or becomes
+A parameter annotated as `Task` receives the task and is not part of the schema. A tool's result is text, or becomes
 JSON.
 """
 
@@ -37,13 +37,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
 def name_of(tool: Tool) -> str:
-    """The name by which the policy calls it."""
+    """Its name for the policy."""
     schema = getattr(tool, SCHEMA_ATTRIBUTE, None)
     return str(schema["function"]["name"]) if schema is not None else getattr(tool, "__name__", type(tool).__name__)
 
 
 def schemas_of(tools: Sequence[Tool]) -> tuple[Schema, ...]:
-    """The tools' schemas in OpenAI's form. Raises `ConfigError` for what is no tool, and for equal names."""
+    """The tools' schemas in OpenAI's form. Raises `ConfigError` for an object that is no tool, and for equal names."""
     found = tuple(schema_of(tool) for tool in tools)
     names = [schema["function"]["name"] for schema in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -80,7 +80,7 @@ def schema_of(tool: Tool) -> Schema:
 
 
 def parameters_of(tool: Tool) -> dict[str, tuple[Any, Any]]:
-    """Type and default (`...`: none) of the parameters that the policy fills in, by name. Raises `ConfigError` for a
+    """Type and default (`...`: none) of the parameters for the policy to fill in, by name. Raises `ConfigError` for a
     parameter without a type hint, and for `*args` or `**kwargs`."""
     hints = _hints(tool)
     found: dict[str, tuple[Any, Any]] = {}
@@ -103,7 +103,7 @@ def task_parameter_of(tool: Tool) -> str | None:
 def described(docstring: str) -> tuple[str, dict[str, str]]:
     """A docstring's text before its sections, and the descriptions of its arguments, in Google's, NumPy's or Sphinx's
     style."""
-    from docstring_parser import parse  # takes a tenth of a second, which reward workers without tools save
+    from docstring_parser import parse  # takes a tenth of a second; reward workers without tools save it
 
     found = parse(docstring)
     arguments = {each.arg_name.lstrip("*"): " ".join((each.description or "").split()) for each in found.params}
@@ -111,14 +111,14 @@ def described(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def with_tools(messages: Sequence[Message], schemas: Sequence[Schema]) -> tuple[Message, ...]:
-    """The conversation with the tools on its first message, where templates look for them."""
+    """The conversation with the tools on its first message, as templates expect."""
     if not schemas or not messages:
         return tuple(messages)
     return (msgspec.structs.replace(messages[0], tools=tuple(schemas)), *messages[1:])
 
 
 def as_text(value: object) -> str:
-    """What the policy reads of a tool's result: text as it is, other values as JSON, what has no JSON by `str`."""
+    """A tool's result for the policy: text as it is, other values as JSON, values without JSON by `str`."""
     value = list(cast("Iterator[object]", value)) if isinstance(value, Iterator) else value
     try:
         plain = value if isinstance(value, str | dict | list | tuple) else _plain(value)

@@ -1,5 +1,5 @@
-"""Calls of tools, in the process that runs them: arguments are converted to what the type hints say, and results become
-text of bounded length."""
+"""Calls of tools, in their process: arguments are converted to the type hints' types, and results become text of
+bounded length."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slipstream.errors import did_you_mean
 from slipstream.records import Task
 
 MAX_CONTENT = 32_768
-"""Most characters of a result that the policy reads; the rest is cut, and the result says so."""
+"""Most characters of a result for the policy; the rest is cut, and the result says so."""
 _MAX_PROBLEMS, _MAX_PROBLEM = 8, 300
 _LENIENT = pydantic.ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=True)
 
 
 class CallRefused(Exception):
-    """A call that runs nothing. The message is for the policy."""
+    """A call without execution. The message is for the policy."""
 
     def __init__(self, failure: Literal["unknown", "arguments"], message: str) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class CallRefused(Exception):
 
 
 def call_function(tools: Sequence[Tool], name: str, arguments: Mapping[str, Any], task: Task) -> Any:
-    """Calls the function of `tools` with that name; what it returns, perhaps a coroutine. Raises `CallRefused`."""
+    """Calls the function of `tools` with this name; its result, perhaps a coroutine. Raises `CallRefused`."""
     named = {name_of(tool): tool for tool in tools}
     if name not in named:
         raise CallRefused("unknown", f"There is no tool {name[:80]!r}{did_you_mean(name[:80], named)}")
@@ -41,7 +41,7 @@ def call_function(tools: Sequence[Tool], name: str, arguments: Mapping[str, Any]
 
 
 def fitted(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the type hints want them, `"3"` as 3 for an `int`. A tool that brings its own schema gets them
+    """The arguments in the types of the type hints, `"3"` as 3 for an `int`. A tool with its own schema gets them
     as they are. Raises `CallRefused`."""
     if hasattr(tool, SCHEMA_ATTRIBUTE):
         _bind(tool, arguments)
@@ -56,7 +56,7 @@ def fitted(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_content(value: object) -> str:
     """A tool's result as the policy reads it."""
-    # Half a surrogate pair is text that no tokenizer takes.
+    # No tokenizer takes half a surrogate pair.
     return cut(as_text(value)).encode("utf-8", "replace").decode()
 
 
@@ -69,8 +69,8 @@ def cut(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _model_of(tool: Tool) -> tuple[dict[str, str], type[pydantic.BaseModel]]:
-    """A model of the arguments, and the parameter that each of its fields stands for: a parameter may have a name that
-    no field can have."""
+    """A model of the arguments, and the parameter of each field: some names of parameters are impossible for
+    fields."""
     names: dict[str, str] = {}
     fields: dict[str, Any] = {}
     for number, (name, (hint, default)) in enumerate(parameters_of(tool).items()):

@@ -12,20 +12,20 @@ from slipstream.inference.settings import EngineSettings
 from slipstream.records import GenerateRequest
 
 _CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Batch sizes, in tokens, for which CUDA graphs are captured; a step of another size is padded to the next. vLLM's own
+"""Batch sizes, in tokens, of captured CUDA graphs; a step of another size is padded to the next. vLLM's own
 list has 51 sizes up to 512, and each takes a tenth of a second at every start."""
 _CAPTURE_STEP = 64
-"""Distance of the sizes above 512, where vLLM captures none."""
+"""Distance of the sizes above 512; vLLM captures none there."""
 _SAME_NAMES = (
     *("model", "dtype", "max_model_len", "max_num_seqs", "seed", "enforce_eager", "gpu_memory_utilization"),
     *("trust_remote_code", "tensor_parallel_size"),
 )
-"""Settings of the engine that are vLLM's arguments as they are."""
+"""Settings of the engine passed to vLLM as they are."""
 _FP32_HEAD = {"head_dtype": "float32"}
 """The override of vLLM 0.26 to 0.32; `WorkerExtension.slipstream_describe` checks it in the loaded model."""
 _SHARED: dict[str, Any] = {
     "attention_backend": "FLASH_ATTN",
-    # CUDA graphs of the operations as they are, without a compiler that would fuse them.
+    # CUDA graphs of the operations as they are, without a compiler to fuse them.
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "custom_ops": ["all"]},
     "disable_cascade_attn": True,
 }
@@ -39,13 +39,13 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
         lora = {
             "enable_lora": True,
-            # The current version, and the one before, with which running requests go on.
+            # The current version, and the one before, for running requests.
             "max_loras": 2,
             "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= settings.lora_rank),
             **_adapted(settings),
         }
     return {
-        "scheduling_policy": "priority",  # urgent requests first; among others, as without it, the first that came
+        "scheduling_policy": "priority",  # urgent requests first; others, as without it, in order of arrival
         **{name: getattr(settings, name) for name in _SAME_NAMES},
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         **({"enable_sleep_mode": True} if settings.can_sleep else {}),
@@ -68,21 +68,21 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _model_overrides(settings: EngineSettings) -> dict[str, Any]:
-    """`hf_overrides`: ours, with those of `settings.options`."""
+    """`hf_overrides`: ours and `settings.options`'s."""
     asked = settings.options.get("hf_overrides", {})
     overrides = {**_position_scaling(Path(settings.model)), **asked, **(_FP32_HEAD if settings.fp32_head else {})}
     return {"hf_overrides": overrides} if overrides else {}
 
 
 def _compile_key(settings: EngineSettings) -> dict[str, Any]:
-    """`additional_config`: what vLLM's compile cache cannot see in its own source, with that of `settings.options`."""
+    """`additional_config`: changes vLLM's compile cache cannot see in its own source, and `settings.options`'s."""
     asked = settings.options.get("additional_config", {})
     return {"additional_config": {**asked, "slipstream_fp32_residual": True}} if settings.fp32_residual else {}
 
 
 def _position_scaling(folder: Path) -> dict[str, Any]:
-    """Llama 4's scaling of queries by position (Ministral 3), moved from `rope_parameters`, where transformers has it,
-    to where vLLM reads it; otherwise vLLM computes these models without it."""
+    """Llama 4's scaling of queries by position (Ministral 3), moved from `rope_parameters`, its place in transformers,
+    to its place in vLLM; otherwise vLLM computes these models without it."""
     if not (folder / "config.json").is_file():
         return {}
     whole = json.loads((folder / "config.json").read_text())
@@ -96,7 +96,7 @@ def _position_scaling(folder: Path) -> dict[str, Any]:
 
 
 def _adapted(settings: EngineSettings) -> dict[str, Any]:
-    """The layers with room for an adapter. Raises RuntimeError for a vLLM that has none for vision towers."""
+    """The layers with room for an adapter. Raises RuntimeError if vLLM has none for vision towers."""
     adapted = {"lora_target_modules": list(settings.lora_target_modules)}
     if not settings.lora_tower:
         return adapted
@@ -110,9 +110,9 @@ def _adapted(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _routed_experts() -> dict[str, Any]:
-    """vLLM's own option, for its GPU workers: each token comes with the choices that it was sampled with, also where
-    an update had it computed again. On a CPU a patch does it (`patches/experts.py`). Raises RuntimeError for a vLLM
-    without the option."""
+    """vLLM's own option, for its GPU workers: each token comes with the choices of its sampling, even if
+    an update had it computed again. On a CPU a patch does it (`patches/experts.py`). Raises RuntimeError if vLLM
+    lacks the option."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -130,8 +130,8 @@ def _has_argument(name: str) -> bool:
 
 
 def _block_size() -> dict[str, Any]:
-    """On a CPU the smallest block of the KV cache that its attention takes. Requests share whole blocks only, and with
-    the 128 tokens of vLLM's default there, each request of a group would prefill a prompt shorter than that."""
+    """On a CPU the smallest block of the KV cache for its attention. Requests share whole blocks only: with
+    the 128 tokens of vLLM's default there, each request of a group would prefill a shorter prompt."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -144,9 +144,8 @@ def _block_size() -> dict[str, Any]:
 
 
 def _pixels(folder: Path) -> dict[str, Any]:
-    """Have the image processor normalize pixels, as in the trainer. vLLM 0.32 otherwise leaves that to the tower, with
-    the numbers that the processor's file names: those that are the class's defaults are missing there, and pixels then
-    stay as they are."""
+    """Have the image processor normalize pixels, as in the trainer. vLLM 0.32 otherwise leaves this to the tower, with
+    the numbers in the processor's file. The class's defaults are missing there, and pixels then stay as they are."""
     reads_images = (folder / "config.json").is_file() and "vision_config" in json.loads(
         (folder / "config.json").read_text()
     )
@@ -165,15 +164,15 @@ def _capture_sizes(settings: EngineSettings) -> dict[str, Any]:
     else:
         sizes = sorted({size for size in _CAPTURED if size <= 2 * largest} | {largest})
     if settings.shared_kernels:
-        # Graphs are of attention too. vLLM captures those of more tokens than `max_num_seqs` with one long request,
-        # whose tokens beyond `max_model_len` have no place in its table of blocks.
+        # Graphs are of attention too. vLLM captures graphs of more tokens than `max_num_seqs` with one long request;
+        # its tokens beyond `max_model_len` have no place in its table of blocks.
         sizes = [size for size in sizes if size <= largest or sum(divmod(size, largest)) <= settings.max_model_len]
     return {"cudagraph_capture_sizes": sizes}
 
 
 def checked_head(head_dtypes: list[list[str]]) -> str:
-    """The name by which an engine reports its float32 LM head. Raises RuntimeError unless the logits of every worker
-    have that dtype; `head_dtypes` are those found in each."""
+    """The name of a float32 LM head in an engine's report. Raises RuntimeError unless the logits of every worker
+    have this dtype; `head_dtypes`: the dtypes found in each."""
     if any(found != ["float32"] for found in head_dtypes):
         found = ", ".join(sorted({name for each in head_dtypes for name in each})) or "unknown"
         raise RuntimeError(

@@ -15,11 +15,11 @@ _log = logging.getLogger("slipstream.engine")
 
 
 class Refused(Exception):
-    """A request that vLLM, or Slipstream before it, rejects; the text says why."""
+    """A request rejected by vLLM, or by Slipstream before it; the text says why."""
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Exceptions that vLLM raises for a request that it rejects."""
+    """vLLM's exceptions for rejected requests."""
     from vllm import exceptions
 
     theirs: Any = getattr(exceptions, "VLLMClientError", ValueError)  # in vLLM 0.26 they are ValueErrors
@@ -27,7 +27,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def completion(request: GenerateRequest, output: Any, spans: Spans, reading: Reading | None = None) -> Completion:
-    """The completion of vLLM's finished output, with what was read of its calls. Any exception means that the output
+    """The completion of vLLM's finished output, with the calls read in it. Any exception means that the output
     contradicts itself: tokens without their log-probabilities, or the reverse."""
     out = output.outputs[0]
     token_ids = list(out.token_ids)
@@ -58,12 +58,12 @@ def expert_choices(rows: Any, num_tokens: int) -> ExpertChoices:
 
 
 def aborted(request: GenerateRequest, cause: AbortCause, why: str) -> Completion:
-    """The completion of a request that was not finished."""
+    """The completion of an unfinished request."""
     return Completion(request.id, [], None, "abort", error=why, cause=cause)
 
 
 def contradiction(request: GenerateRequest, error: Exception) -> Completion:
-    """The completion of a request whose output contradicts itself (`completion`); logs the traceback."""
+    """The completion of a request with a contradictory output (`completion`); logs the traceback."""
     _log.error("the answer to request %s contradicts itself", request.id, exc_info=error)
     what = f"{type(error).__name__}: {error}"
     return Completion(request.id, [], None, "abort", error=f"contradicted itself: {what}", contradiction=what)

@@ -26,11 +26,11 @@ _IMPORTED = (
     f"vllm.v1.worker.{'gpu' if HAS_GPU else 'cpu'}_worker",
     "slipstream.inference.plugin.weights.receiver",
 )
-"""Modules that every engine imports, whatever its settings."""
+"""Modules imported by every engine, whatever its settings."""
 
 
 def settings_later(order: Callable[[], bytes]) -> str:
-    """Import what every engine needs, wait for an order, apply its environment and log; returns the path of
+    """Import every engine's modules, wait for an order, apply its environment and log; returns the path of
     settings."""
     for name in _IMPORTED:
         with contextlib.suppress(Exception):  # the engine itself reports it

@@ -1,6 +1,6 @@
 """Whether the engine may answer requests, and whether vLLM makes steps: the two state machines of `EngineServer`.
 
-Nothing here knows vLLM. An illegal transition raises `IllegalTransition`, and the state stays what it was.
+Nothing here knows vLLM. An illegal transition raises `IllegalTransition` and keeps the state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OutOfService(Exception):
 
 
 class IllegalTransition(OutOfService):
-    """A call that the engine's state does not allow, such as an update during another one."""
+    """A call not allowed in the engine's state, such as an update during another one."""
 
 
 class State(Enum):
@@ -31,11 +31,11 @@ class State(Enum):
     FENCED = "fenced"
     """The trainer writes the live weights in place: vLLM makes no step."""
     PROVING = "proving"
-    """vLLM computes with weights that were written in place and are not verified yet; answers are held back."""
+    """vLLM computes with weights written in place and not verified yet; answers are held back."""
     APPLYING = "applying"
     """A version is being loaded or verified."""
     FAILED = "failed"
-    """An update failed, or an answer contradicted itself. An update that succeeds leads back to SERVING."""
+    """An update failed, or an answer contradicted itself. A successful update leads back to SERVING."""
     ASLEEP = "asleep"
     """The GPU's memory is free; the weights wait in the CPU's memory."""
 
@@ -50,20 +50,20 @@ _LEGAL_FROM: Mapping[State, frozenset[State]] = {
     State.FAILED: _UPDATABLE | {State.APPLYING},
     State.ASLEEP: frozenset({State.SERVING}),
 }
-"""For each state those that may come before it."""
+"""For each state its possible predecessors."""
 
 
 class Service:
-    """The engine's service state, the sentence that explains it, and the version that still lacks its proof."""
+    """The engine's service state, its explanation, and the version without its proof."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
         self.reason = "starting"
         """Why requests are not answered; empty in SERVING."""
         self.unproved = ""
-        """Name of the version that vLLM computes with before it is verified."""
+        """Name of the version vLLM computes with before it is verified."""
         self.num_discarded = 0
-        """Versions that vLLM computed with and that were never verified; answers made with them are withheld."""
+        """Versions used by vLLM and never verified; answers made with them are withheld."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called when the engine goes out of service, with the reason."""
         self._settled = asyncio.Event()
@@ -76,7 +76,7 @@ class Service:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is under way, at whose end waiting requests go on or are refused."""
+        """Whether an update is under way; at its end waiting requests go on or are refused."""
         return self.state in _UPDATING
 
     @property
@@ -106,23 +106,23 @@ class Service:
         self.unproved = version
 
     def begin_apply(self, version: str, *, proves_running: bool = False) -> None:
-        """An update to `version` begins. `proves_running`: it only verifies `unproved`; otherwise that is discarded."""
+        """An update to `version` begins. `proves_running`: it only verifies `unproved`, and does not discard it."""
         self._change(State.APPLYING, f"applying version {version}")
         if not proves_running:
             self._discard()
 
     def proved(self) -> None:
-        """The update has succeeded, and its version is verified: answers that were held back are given."""
+        """The update has succeeded, and its version is verified: held answers are given."""
         self._change(State.SERVING, of=State.APPLYING)
         self.unproved = ""
 
     def fail(self, reason: str) -> None:
-        """The update has failed: waiting requests are refused, answers that were held back are withheld."""
+        """The update has failed: waiting requests are refused, held answers are withheld."""
         self._change(State.FAILED, reason)
         self._discard()
 
     def contradict(self, reason: str) -> None:
-        """An answer contradicted itself. An update that is under way goes on, and its outcome decides."""
+        """An answer contradicted itself. An update under way goes on, and its outcome decides."""
         if self.is_updating:
             self.reason = reason
         else:
@@ -137,9 +137,9 @@ class Service:
         self._change(State.SERVING, of=State.ASLEEP)
 
     async def until_serving(self) -> None:
-        """Wait for the end of an update, which has its own deadline; raises `OutOfService` unless requests are
+        """Wait for the end of an update, with its own deadline; raises `OutOfService` unless requests are
         answered then."""
-        while self.is_updating:  # the next update may begin before those who waited for the last one run again
+        while self.is_updating:  # the next update may begin before the last one's waiters run again
             await self._settled.wait()
         if not self.is_serving:
             raise OutOfService(self.reason)
@@ -184,7 +184,7 @@ class StepState(Enum):
 
 
 class Steps:
-    """Pauses and resumes vLLM, once each. After a call that was cut short the state is unknown, so the next one is made
+    """Pauses and resumes vLLM, once each. After an interrupted call the state is unknown: the next one is made
     in any case."""
 
     def __init__(self, host: Host) -> None:

@@ -1,6 +1,6 @@
 """Marks the start-up phases of an engine: each of its processes appends a line to one file when a phase begins.
 
-Phases begin with methods of vLLM's `Executor`, which this module wraps. Where a vLLM lacks one, its time counts for the
+Phases begin with methods of vLLM's `Executor`, wrapped by this module. If a vLLM lacks one, its time counts for the
 phase before.
 """
 
@@ -27,7 +27,7 @@ _BEGUN_BY = {
     "initialize_from_config": "cache",
     "compile_or_warm_up_model": "cache",
 }
-"""Methods of vLLM's executors, and the phases that begin with them."""
+"""Methods of vLLM's executors, and the phases begun by them."""
 _DOING = {
     "import": "importing vLLM",
     "load": "loading weights",
@@ -59,7 +59,7 @@ def mark(name: str) -> None:
 
 
 def read_marks(path: Path) -> list[tuple[str, float]]:
-    """Each mark with its first time by `time.monotonic`, which all processes share."""
+    """Each mark with its first time by `time.monotonic`, common to all processes."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="ascii", errors="replace").split("\n"):
@@ -88,7 +88,7 @@ def _marked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         finally:
-            heartbeat.doing("")  # this process says no more: what it computes, the server's shows
+            heartbeat.doing("")  # this process says no more: the server's shows its work
 
     begun.marks = name  # type: ignore[attr-defined]
     return begun

@@ -1,6 +1,6 @@
-"""Measures when vLLM's steps bring tokens, and for how long none came during a weight update.
+"""Measures the times of tokens from vLLM's steps, and the time without any during a weight update.
 
-`TokenClock` wraps vLLM's `OutputProcessor.process_outputs`, which sees every step in both hosts; it reads the time once
+`TokenClock` wraps vLLM's `OutputProcessor.process_outputs`: it sees every step in both hosts. It reads the time once
 a step.
 """
 
@@ -27,12 +27,12 @@ class TokenClock:
         self._longest = 0.0
         self._is_watching = False
         self.num_steps = 0
-        """Steps with tokens, and other steps that the host counts."""
+        """Steps with tokens, and other steps counted by the host."""
         self.ignores_tokens = False
-        """True during a flush, whose tokens were sampled earlier and do not show that vLLM makes steps."""
+        """True during a flush: its tokens were sampled earlier and are no sign of steps."""
 
     def follow(self, processor: Any) -> None:
-        """Wrap vLLM's output processor, so that every step with tokens ticks."""
+        """Wrap vLLM's output processor: every step with tokens ticks."""
         process = processor.process_outputs
 
         def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,13 +52,13 @@ class TokenClock:
         heartbeat.progress()
 
     def begin(self) -> None:
-        """Begin to measure a stall, at the start of an update during which requests run."""
+        """Begin to measure a stall, at the start of an update with running requests."""
         if not self._is_watching:
             self._longest, self._is_watching = 0.0, True
 
     async def end(self, is_busy: Callable[[], bool]) -> float:
-        """Seconds for which the update stalled the requests: the longest time without a token from `begin` to the first
-        token after this call; 0 when none ran. Where no token comes, the time until the last request ended, or
+        """Seconds of the requests' stall by the update: the longest time without a token from `begin` to the first
+        token after this call; 0 when none ran. If no token comes, the time until the last request ended, or
         `_FIRST_TOKEN_S`."""
         if not self._is_watching:
             return 0.0
@@ -77,8 +77,8 @@ class TokenClock:
 
 
 class Stillness:
-    """Measures for how long vLLM has made no step while it had requests. Counts at most `_LOOK_S` between two calls, so
-    that time for which this process was stopped (SIGSTOP, a frozen container) does not count."""
+    """Measures the time without a step of vLLM despite requests. Counts at most `_LOOK_S` between two calls:
+    the time of a stop of this process (SIGSTOP, a frozen container) does not count."""
 
     def __init__(self, clock: TokenClock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Makes vLLM's configuration from engine settings in a file, and ends; raises what vLLM refuses."""
+"""Makes vLLM's configuration from engine settings in a file, and ends; raises vLLM's refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records which weight version sampled which tokens of a request (`TokenLabels`), as vLLM itself does not."""
+"""Records the weight versions of a request's sampled tokens (`TokenLabels`), as vLLM itself does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 Spans = list[tuple[int, str]]
-"""(index of the first token, name of the version that sampled it and the tokens after it), in rising order."""
+"""(index of a token, name of the version that sampled the tokens from it on), in rising order."""
 
 
 class TokenLabels:
@@ -26,8 +26,8 @@ class TokenLabels:
         self._spans[request_id] = [(0, self._version)]
 
     def change(self, version: str, num_tokens: Mapping[Any, int], complete: Collection[Hashable] = ()) -> None:
-        """Label tokens from here on with `version`; `num_tokens` are those of each running request so far (0 where
-        missing). No step may be made between counting and this call. Requests that are `complete` stay as they are: all
+        """Label tokens from here on with `version`; `num_tokens`: tokens of each running request so far (0 if
+        missing). No step may be made between counting and this call. `complete` requests stay as they are: all
         their tokens are sampled, and only their `end` is to come."""
         self._version = version
         for request_id, spans in self._spans.items():

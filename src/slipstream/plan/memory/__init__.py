@@ -1,1 +1,1 @@
-"""Memory in the plan: what everything takes, and how a device's memory is divided. Pure arithmetic, in bytes."""
+"""Memory in the plan: each part's need, and the division of a device's memory. Pure arithmetic, in bytes."""

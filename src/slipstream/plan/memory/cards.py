@@ -1,4 +1,4 @@
-"""GPUs that a plan can be made for without having them, and the memory of a GPU that other processes hold. Pure."""
+"""GPUs to plan for without having them, and the memory of a GPU held by other processes. Pure."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ MEMORY_GIB = {
     "v100": 15.7,
     "t4": 14.5,
 }
-"""What torch reports, rounded down: the driver keeps a part of the memory that a card is sold with."""
+"""Torch's figures, rounded down: the driver keeps a part of a card's nominal memory."""
 CAPABILITY = {"h100": 9, "h200": 9, "b200": 10, "rtx-5090": 12, "v100": 7, "t4": 7}
 """Major compute capability; of all others 8."""
 HAS_BFLOAT16 = 8
-"""Compute capability from which a GPU computes in bfloat16."""
+"""Least compute capability for bfloat16."""
 SAFE_HELD = GIB
-"""Memory in use of a GPU below which nobody is said to hold it: the driver's own, and a display's."""
+"""With less memory in use, nobody is said to hold a GPU: it is the driver's own, and a display's."""
 STATE = ("uuid", "memory.total", "memory.used", "driver_version", "temperature.gpu", "name")
-"""Fields that nvidia-smi is asked for."""
+"""Fields asked of nvidia-smi."""
 _STEP = GIB // 4
 """Held memory is rounded up to a multiple: two plans of one start are the same."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that a run is planned for; `memory_bytes` and `capability` as in `Facts`."""
+    """The GPUs of a planned run; `memory_bytes` and `capability` as in `Facts`."""
 
     count: int = 0
     memory_bytes: int = 0
@@ -50,13 +50,13 @@ class Gpus:
     held_bytes: int = 0
     """Held by other processes, on the GPU with the least free memory."""
     holders: tuple[str, ...] = ()
-    """Those processes, for people, as far as they can be seen."""
+    """The processes, for people, as far as visible."""
     is_here: bool = True
     """Whether they are this machine's."""
 
 
 def chosen_gpus(device: str | None, memory_gib: float | None, count: int) -> Gpus | None:
-    """The GPUs that options of the command line name; None where they name none."""
+    """The GPUs named by options of the command line; None if they name none."""
     if device is None and memory_gib is None:
         if count != 1:
             raise ConfigError(f"--gpus {count} needs their kind: add --device or --device-memory")
@@ -75,7 +75,7 @@ def chosen_gpus(device: str | None, memory_gib: float | None, count: int) -> Gpu
 
 
 def with_held(gpus: Gpus, totals: Sequence[int], used: Sequence[int], processes: Sequence[Sequence[str]] = ()) -> Gpus:
-    """`gpus` with the memory that is held. Of each: its memory, the part in use, and the processes in it."""
+    """`gpus` with the held memory. For each: its memory, the part in use, and the processes in it."""
     free = [total - _held(amount) for total, amount in zip(totals, used, strict=True)]
     fullest = free.index(min(free))
     held = max(0, gpus.memory_bytes - free[fullest])
@@ -121,7 +121,7 @@ def read_state(used: str, processes: str) -> list[dict[str, str | int | list[str
 
 
 def with_gpus(facts: Facts, gpus: Gpus) -> Facts:
-    """`facts` of a machine with these GPUs. Where they are elsewhere its disk is unknown, and its memory is taken to be
+    """`facts` of a machine with these GPUs. If they are elsewhere, its disk is unknown, and its memory is taken to be
     at least twice theirs."""
     facts = replace(
         facts,
@@ -148,7 +148,7 @@ def has_bfloat16(facts: Facts) -> bool:
 
 
 def device_of(facts: Facts) -> str:
-    """What the run is planned for, for people."""
+    """The device of the plan, for people."""
     if not facts.num_gpus:
         return f"a CPU ({facts.num_cpus} cores, {gib(facts.memory_bytes)})"
     name = facts.gpu_name or "GPU"
@@ -156,7 +156,7 @@ def device_of(facts: Facts) -> str:
 
 
 def held_by_others(facts: Facts) -> str:
-    """Part of a sentence on a GPU's memory that is not free; empty where it is."""
+    """Part of a sentence on a GPU's memory held by others; empty without any."""
     if not facts.gpu_held_bytes:
         return ""
     shown = ", ".join(facts.gpu_holders[:3]) or "processes that cannot be seen from here"

@@ -15,7 +15,7 @@ from slipstream.plan.memory.sizes import BYTES_OF, GIB, gib, optimizer_bytes, we
 from slipstream.plan.summary import Note, host_bytes
 
 SNAPSHOT_PART = 1 / 2
-"""Fraction of the memory that the run leaves; reward workers, libraries and the page cache need the rest."""
+"""Fraction of the memory left by the run; reward workers, libraries and the page cache need the rest."""
 BY_CLOCK = "10min"
 
 
@@ -24,19 +24,18 @@ class Saved:
     """Bytes of one checkpoint."""
 
     weights: int
-    """What can be deployed: the model, or an adapter."""
+    """The deployable part: the model, or an adapter."""
     state: int
-    """What resuming needs."""
+    """The part for resuming."""
 
     @property
     def total(self) -> int:
-        """Of both; as much memory as a copy takes."""
+        """Of both; a copy takes as much memory."""
         return self.weights + self.state
 
 
 def saved_bytes(config: PlannedConfig, facts: Facts) -> Saved:
-    """The optimizer's state is what it keeps, but for the gradients, and with
-    the weights where it has no masters."""
+    """Its state is the optimizer's states without gradients, with the weights if the optimizer has no masters."""
     dtype, optimizer, adapter, model = config.model.dtype, config.training.optimizer, facts.adapter, facts.model
     trained = model.num_decoding if adapter is None else adapter.num_parameters
     state = optimizer_bytes(optimizer, trained, model if adapter is None else None) - 4 * trained
@@ -46,7 +45,7 @@ def saved_bytes(config: PlannedConfig, facts: Facts) -> Saved:
 
 
 def plan_checkpoints(builder: PlanBuilder) -> None:
-    """`run.checkpoint_every` and `run.async_checkpoints`; everything else that takes memory is decided."""
+    """`run.checkpoint_every` and `run.async_checkpoints`; all other uses of memory are decided."""
     reason = "one every ten minutes of training, rarer while they take more than 3 % of the time; and the last"
     builder.derive_auto("run.checkpoint_every", BY_CLOCK, reason)
     config, facts, asked = planned_config(builder.config()), builder.facts, builder["run.async_checkpoints"]
@@ -88,5 +87,5 @@ def checkpoint_notes(config: PlannedConfig, facts: Facts) -> Iterator[Note]:
 
 
 def num_weights(config: PlannedConfig) -> int:
-    """Of how many checkpoints the weights are kept."""
+    """Number of checkpoints with their weights kept."""
     return max(config.run.keep_weights, config.run.keep_checkpoints)

@@ -1,4 +1,4 @@
-"""Records how much GPU memory a run's trainer took, and tells it to whoever plans the next run of the same model.
+"""Records the GPU memory of a run's trainer, for the planner of the next run of the same model.
 
 The record is information for people: no plan depends on it.
 """
@@ -15,13 +15,13 @@ from slipstream.runlog import RunLog, read_events
 
 RECORDED = {f"{name}_gib": f"memory/trainer_{name}_gib" for name in ("peak", "held", "planned")}
 RECORDED["row_tokens"] = "memory/trainer_row_tokens"
-"""Fields of the event `memory`, and the metrics that they are taken from."""
+"""Fields of the event `memory`, and their metrics."""
 _GREW = 1.01
 
 
 def record_memory(log: RunLog, model: str) -> Callable[[int, Mapping[str, float | None]], None]:
-    """Returns a listener to rows of metrics. It writes an event `memory` at the first row that has these metrics, and
-    whenever peak, reserved memory or longest row have grown by 1 % or more. `model`: the planned `model.path`."""
+    """Returns a listener to rows of metrics. It writes an event `memory` at the first row with these metrics, and
+    after each growth of peak, reserved memory or longest row by 1 % or more. `model`: the planned `model.path`."""
     written: dict[str, float] = {}
 
     def listen(step: int, row: Mapping[str, float | None]) -> None:
@@ -35,8 +35,8 @@ def record_memory(log: RunLog, model: str) -> Callable[[int, Mapping[str, float 
 
 
 def last_run_memory(folder: Path | None, model: str, root: Path = Path("runs")) -> str:
-    """One line on the memory that the last run of `model` took beside what its plan had estimated: of the runs in the
-    parent of the run folder, or in `root` if there is no run folder yet. Empty if there is none; what cannot be read is
+    """One line on the memory of the last run of `model` beside its plan's estimate: of the runs in the
+    parent of the run folder, or in `root` without a run folder. Empty if there is none; unreadable runs are
     skipped."""
     logs = (root if folder is None else folder.parent).glob("*/events.jsonl")
     for _, run in sorted(((_modified(file), file.parent) for file in logs), reverse=True):

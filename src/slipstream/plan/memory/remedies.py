@@ -1,4 +1,4 @@
-"""Advice for a run that needs more memory than there is: only what the settings do not say yet."""
+"""Advice for a run with too little memory: only steps beyond its settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def either(remedies: Sequence[str]) -> str:
 
 
 def ways_to_need_less(config: RunConfig, facts: Facts, *, of_trainer: bool = True, of_engine: bool = True) -> list[str]:
-    """What makes a planned `config` need less memory: of the trainer, of the engine, or of either."""
+    """Ways for a planned `config` to need less memory: of the trainer, of the engine, or of either."""
     training, on_gpu = config.training, facts.num_gpus > 0
     found = ["use a smaller model"]
     if of_trainer and config.lora is None:

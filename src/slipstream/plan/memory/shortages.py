@@ -1,9 +1,9 @@
-"""Finds in a run folder whether the run ran out of memory, and says what its resume plans smaller.
+"""Finds in a run folder whether the run ran out of memory, and the settings for its resume to plan smaller.
 
-A process that the kernel killed writes no event: it is recognised by the kernel's count of processes that it killed,
-which the event `start` holds. What the user set stays as it is. After a trainer ran out of memory, rows are halved,
+A process killed by the kernel writes no event: it is recognised by the kernel's count of killed processes, held by the
+event `start`. The user's settings stay as they are. After a trainer ran out of memory, rows are halved,
 down to its longest sequence; then layers are computed again in the backward pass; then an engine on the same device
-gets memory for half as many sequences. An engine that ran out of memory gets that at once.
+gets memory for half as many sequences. An engine out of memory gets this at once.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ def run_name(folder: Path, lineage: int) -> str:
 
 
 def shortage_of(config: PlannedConfig, run: str, side: Literal["trainer", "engine"]) -> Shortage:
-    """The settings of a planned run that matter for the memory of the `side` that ran out of it."""
+    """The memory settings of a planned run, with its `side` out of memory."""
     checkpointing = config.training.gradient_checkpointing
     max_num_seqs = config.inference.max_num_seqs if uses_engine(config) else 0
     return Shortage(run, side, config.training.micro_batch_tokens, checkpointing, max_num_seqs)
 
 
 def memory_at_start(config: PlannedConfig) -> dict[str, Any]:
-    """Fields of the event `start` from which a later process can tell that the OOM killer ended this one."""
+    """Fields of the event `start` to tell a later process that the OOM killer ended this one."""
     planned = dataclasses.asdict(shortage_of(config, "", "trainer"))
     return {**planned, "oom_kills": count_oom_kills(), "boot": _boot()}
 
 
 def find_shortages(folder: Path | None) -> tuple[tuple[Shortage, ...], tuple[str, ...]]:
-    """Find when the run in `folder` ran out of memory, oldest first; also returns messages on events that cannot be
-    read."""
+    """Find when the run in `folder` ran out of memory, oldest first; also returns messages on unreadable events."""
     if folder is None or not folder.is_dir():
         return (), ()
     damage: list[str] = []
@@ -72,7 +71,7 @@ def find_shortages(folder: Path | None) -> tuple[tuple[Shortage, ...], tuple[str
 
 
 def fewer_tokens(shortages: Iterable[Shortage], tokens: int, least: int) -> tuple[int, str]:
-    """`tokens` of a row, or fewer, at least `least`; and why, empty where they stay."""
+    """`tokens` of a row, or fewer, at least `least`; and why, empty if they stay."""
     failed = min((s for s in shortages if s.side == "trainer"), key=lambda s: s.row_tokens, default=None)
     fewer = tokens if failed is None else max(least, min(tokens, failed.row_tokens // 2))
     if failed is None or fewer == tokens:
@@ -81,7 +80,7 @@ def fewer_tokens(shortages: Iterable[Shortage], tokens: int, least: int) -> tupl
 
 
 def must_compute_again(shortages: Iterable[Shortage], least: int) -> str:
-    """Why layers are computed again: rows could not be shorter than the `least` tokens; empty where they could."""
+    """Why layers are computed again: rows could not be shorter than the `least` tokens; empty if they could."""
     for failed in shortages:
         if failed.side == "trainer" and failed.row_tokens <= least and failed.checkpointing is not True:
             return f"the trainer of {failed.run} ran out of memory with rows of {failed.row_tokens} tokens"
@@ -89,8 +88,8 @@ def must_compute_again(shortages: Iterable[Shortage], least: int) -> str:
 
 
 def fewer_sequences(shortages: Iterable[Shortage], number: int, least: int, *, shared: bool) -> tuple[int, str]:
-    """`number` of sequences that an engine generates at once, or fewer; and why, empty where it stays. `least` tokens
-    are those of the shortest rows that a trainer can have; `shared`: it takes memory of the same device."""
+    """`number` of sequences an engine generates at once, or fewer; and why, empty if it stays. `least`: tokens of the
+    shortest rows possible for a trainer; `shared`: it takes memory of the same device."""
     why = ""
     for failed in shortages:
         is_last_resort = shared and failed.row_tokens <= least and failed.checkpointing is True

@@ -19,7 +19,7 @@ CPU_BLOCK_TOKENS = 128
 """vLLM's KV cache block on a CPU; a sequence takes whole blocks."""
 GPU_BLOCK_TOKENS = 16
 EIGHT_BIT_BLOCK = 256
-"""Elements that share a scale in bitsandbytes' 8-bit optimizer states."""
+"""Elements with a common scale in bitsandbytes' 8-bit optimizer states."""
 
 
 def weights_bytes(model: ModelFacts, dtype: str) -> int:
@@ -42,12 +42,12 @@ def training_state_bytes(
     optimizer: OptimizerName = "adamw",
     on_gpu: bool = False,
 ) -> int:
-    """Live weights, what the optimizer keeps, and, while a row's activations are there, gradients in the model's dtype:
-    the head's, or all of a layer, which products that add up gradients themselves do without. They then become part of
-    the fp32 ones, on a CPU by way of an fp32 copy. (A tied head has three for a moment when its row, which was larger,
-    has gone; nor does an update take as much.) And, where there is a KL term, the frozen reference. Under LoRA the
-    frozen weights, which are the reference too, and the rest for the adapter alone. If `on_gpu`, without the moments of
-    whole matrices that can move to the CPU's memory."""
+    """Bytes of the live weights, the optimizer's states, and, beside a row's activations, gradients in the model's
+    dtype: the head's, or all of a layer; products that add up gradients themselves need none. They then become part of
+    the fp32 ones, on a CPU by way of an fp32 copy. (A tied head has three for a moment, after its larger row has gone;
+    nor does an update take as much.) With a KL term, also the frozen reference. Under LoRA the frozen weights, also the
+    reference, and the rest for the adapter alone. If `on_gpu`, without the moments of whole matrices: they can move to
+    the CPU's memory."""
     weights = weights_bytes(model, dtype)
     if num_adapter_parameters is not None:
         kept = optimizer_bytes(optimizer, num_adapter_parameters, None)
@@ -74,14 +74,14 @@ def optimizer_bytes(optimizer: OptimizerName, num_parameters: int, model: ModelF
 
 
 def paged_bytes(optimizer: OptimizerName, model: ModelFacts) -> int:
-    """Optimizer moments that can move from a GPU to the CPU's memory."""
+    """Bytes of optimizer moments that can move from a GPU to the CPU's memory."""
     return {"adamw_paged": 8, "adamw_paged_8bit": 2}.get(optimizer, 0) * model.num_decoding
 
 
 def gathered_bytes(model: ModelFacts, dtype: str, *, num_kept: int | None = None) -> int:
-    """What FSDP2 all-gathers on a rank at once: embeddings, LM head and two layers, with their gradients, which are
-    reduce-scattered in fp32. With `num_kept`, whole weights stay through a step: all of them, and the fp32 gradients of
-    the `num_kept` trained parameters."""
+    """Bytes FSDP2 all-gathers on a rank at once: embeddings, LM head and two layers, with their gradients
+    (reduce-scattered in fp32). With `num_kept`, whole weights stay through a step: all of them, and the fp32 gradients
+    of the `num_kept` trained parameters."""
     passing = (_vocabulary_parameters(model) + 2 * _layer_parameters(model)) * (2 * BYTES_OF[dtype] + 4)
     return passing if num_kept is None else passing + weights_bytes(model, dtype) + 4 * num_kept
 
@@ -109,12 +109,12 @@ def activation_bytes_per_token(
     masked: bool = False,
     context_parallel: int = 1,
 ) -> int:
-    """Bytes that a trained token keeps until its backward pass; `longest`: tokens of the longest row, for
+    """Bytes kept for a trained token until its backward pass; `longest`: tokens of the longest row, for
     `score_bytes_per_token`.
 
-    Every layer keeps what `layer_elements` says; where it is computed again, its input (which `offload` moves away, but
-    for two), and one layer at a time the rest. An adapter's matrices give `adapter_outputs` numbers, all layers
-    together, kept where products are (`selective`); DoRA keeps as many, which it multiplies. Logits: as if every token
+    Every layer keeps its `layer_elements`. If it is computed again, it keeps its input (`offload` moves all but two
+    inputs away), and one layer at a time the rest. An adapter's matrices give `adapter_outputs` numbers, all layers
+    together, kept with products (`selective`); DoRA keeps as many more to multiply. Logits: as if every token
     carried loss. `masked`: attention has a mask, see `masked_elements`. `context_parallel`: see `exchanged_elements`;
     the bytes are those of all its ranks.
     """
@@ -135,8 +135,8 @@ def activation_bytes_per_token(
 
 
 def score_bytes_per_token(model: ModelFacts, dtype: str, longest: int, *, checkpointing: Checkpointing = False) -> int:
-    """Bytes that eager attention keeps for a token of a row of `longest` tokens, for each of these and in every head:
-    the probability in fp32, also in the model's dtype if that is another, and the soft-capped score. While a layer
+    """Bytes kept by eager attention for a token of a row of `longest` tokens, for each of these and in every head:
+    the probability in fp32, also in the model's dtype if different, and the soft-capped score. While a layer
     computes, the score and its gradient too. Under `selective` checkpointing layers keep the score only."""
     if not model.scores:
         return 0
@@ -153,7 +153,7 @@ def score_bytes_per_token(model: ModelFacts, dtype: str, longest: int, *, checkp
 
 
 def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool = False) -> int:
-    """Elements that a layer keeps for a token.
+    """Elements kept by a layer for a token.
 
     Uncompiled: eight vectors of the hidden size (the residual stream twice, both norms with their fp32 copies, the two
     projections' outputs), q, k and v before and after the rotation, the attention's output, and four vectors of the
@@ -169,7 +169,7 @@ def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool
 
 
 def masked_elements(model: ModelFacts, dtype: str) -> int:
-    """What a layer keeps more for a token where a GPU's attention has a mask: q, k and v padded, with as many heads of
+    """A layer's further elements for a token if a GPU's attention has a mask: q, k and v padded, with as many heads of
     keys and values as of queries, in the place of its own, the output padded too, and the scores' log-sum-exp."""
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     return 3 * queries - keys + 4 // BYTES_OF[dtype] * model.num_heads

@@ -1,4 +1,4 @@
-"""How much memory a vision tower takes while it reads images, and the features that are kept of them. Pure arithmetic.
+"""Memory of a vision tower while it reads images, and of their kept features. Pure arithmetic.
 
 Its weights, gradients and optimizer states are counted with those of the rest (`sizes.py`): with all of them if it is
 trained, as weights alone if it is frozen.
@@ -11,7 +11,7 @@ from slipstream.plan.facts import TowerFacts
 from slipstream.plan.memory.sizes import BYTES_OF
 
 _MLP = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "gemma3": 2}
-"""Vectors of the MLP's size that a block keeps for a patch: its input's product and activation, the sigmoid of one, or
+"""Vectors of the MLP's size kept by a block for a patch: its input's product and activation, the sigmoid of one, or
 the gate's and the product of both."""
 
 
@@ -21,10 +21,10 @@ def patches_at_once(tower: TowerFacts) -> int:
 
 
 def block_elements(tower: TowerFacts, dtype: str) -> int:
-    """Elements that a block keeps for a patch until its backward pass: the residual stream twice, both norms' outputs,
-    q, k and v before the rotation, q and k after it, the attention's output twice, and those of the MLP; RMS norms also
-    keep what they scale in fp32. With the attention's and the norms' statistics. SigLIP (Gemma 3) has no rotation, and
-    its attention's output once."""
+    """Elements kept by a block for a patch until its backward pass: the residual stream twice, both norms' outputs,
+    q, k and v before the rotation, q and k after it, the attention's output twice, and the MLP's; RMS norms also
+    keep their fp32 values before the scale. With the attention's and the norms' statistics. SigLIP (Gemma 3) has no
+    rotation, and its attention's output once."""
     hidden, wide = tower.hidden_size, 4 // BYTES_OF[dtype]
     norms = 2 * wide * hidden if tower.model_type == "qwen2_5_vl" else 0
     return (
@@ -37,17 +37,17 @@ def block_elements(tower: TowerFacts, dtype: str) -> int:
 
 def tower_bytes(tower: TowerFacts, dtype: str) -> int:
     """Memory of the tower while it computes. Trained, it keeps all blocks, the embedded patches and the mergers for one
-    backward pass, in which a block's gradients come on top; frozen, a block at a time, with its rotation in fp32."""
+    backward pass, and then also a block's gradients; frozen, a block at a time, with its rotation in fp32."""
     size, merged = BYTES_OF[dtype], tower.merged
     blocks = (tower.depth + 1 if tower.is_trained else 1) * block_elements(tower, dtype)
     blocks += 0 if tower.is_trained else 2 * 4 // size * tower.hidden_size
-    # Patches, and the merger with its norm; a merger like it for each layer that is given beside.
+    # Patches, and the merger with its norm; another such merger for each layer given beside.
     ends = (9 + 5 * tower.num_added if tower.is_trained else 4) * tower.hidden_size + -(-tower.token_outputs // merged)
     return patches_at_once(tower) * (size * (blocks + ends) + 4 * tower.patch_elements)
 
 
 def feature_bytes(tower: TowerFacts, dtype: str, rows_of_step: int) -> int:
-    """Features of images that are there beside the rows. Of a frozen tower they are kept from step to step, up to a
+    """Bytes of image features beside the rows. A frozen tower's are kept from step to step, up to a
     bound; a trained one has those of a step, of `rows_of_step` conversations, with their gradients."""
     each = tower.token_outputs * BYTES_OF[dtype]
     if not tower.is_trained:

@@ -22,14 +22,14 @@ from slipstream.plan.memory.tower import feature_bytes, tower_bytes
 from slipstream.plan.rank_layout import num_copies
 
 ACTIVATION_MARGIN = 0.6
-"""Fraction of the memory left for activations that is planned with: the estimate has no workspaces or fragmentation."""
+"""Fraction of the memory left for activations to plan with: the estimate has no workspaces or fragmentation."""
 _VOCABULARY_BLOCK = 64
 """vLLM pads the vocabulary to a multiple of it before it shards it."""
 
 
 def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
-    """Bytes that the trainer keeps between steps, without what it shares with the engine. Over ranks: of each rank on
-    GPUs, of all ranks on a CPU, with the weights that an all-gather brings together for a layer or a step."""
+    """Bytes kept by the trainer between steps, without those shared with the engine. Over ranks: of each rank on
+    GPUs, of all ranks on a CPU, with the weights of an all-gather for a layer or a step."""
     copy = weights_bytes(facts.model, dtype) if keeps_copy(config) else 0
     state = model_state(config, dtype, facts, with_reference=needs_reference(config))
     state += model_state(config, dtype, facts) if uses_critic(config) else 0
@@ -52,7 +52,7 @@ def training_state(config: RunConfig, dtype: str, facts: Facts) -> int:
 
 
 def _features(config: RunConfig, dtype: str, facts: Facts) -> int:
-    """Bytes of the features of images that are kept: of the policy's tower, a critic's and a reference's."""
+    """Bytes of the kept features of images: of the policy's tower, a critic's and a reference's."""
     if facts.tower is None:
         return 0
     num_bytes = feature_bytes(facts.tower, dtype, config.training.prompts_per_batch) * (1 + uses_critic(config))
@@ -62,7 +62,7 @@ def _features(config: RunConfig, dtype: str, facts: Facts) -> int:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether the run keeps a reference model: for a KL term, a method of SFT, or a hook that reads its
+    """Whether the run keeps a reference model: for a KL term, a method of SFT, or a hook with its
     log-probabilities."""
     algorithm = config.algorithm
     if isinstance(algorithm, RLConfig):
@@ -71,8 +71,8 @@ def needs_reference(config: RunConfig) -> bool:
 
 
 def _shared_bytes(config: RunConfig, dtype: str, model: ModelFacts) -> int:
-    """Bytes of the weights that trainer and engine share. vLLM pads the vocabulary to blocks; ranks whose shards of
-    embedding and LM head then differ have their own."""
+    """Bytes of the weights shared by trainer and engine. vLLM pads the vocabulary to blocks; ranks with different
+    shards of embedding and LM head then have their own."""
     if not shares_weights(config):
         return 0
     num = model.num_parameters
@@ -106,18 +106,18 @@ class RowMemory:
     each: int
     """A token's, on each rank of its row."""
     state: int
-    """Of what the trainer keeps between steps."""
+    """The trainer's between steps."""
     margin: float = 1.0
-    """Fraction of the memory left for activations that is planned with."""
+    """Fraction of the memory left for activations to plan with."""
     tower: int = 0
-    """Of a vision tower while it computes, which is before a row or after all of them."""
+    """A vision tower's while it computes: before a row, or after all of them."""
 
     def num_bytes(self, tokens: int) -> int:
-        """Of a row of `tokens` tokens, or of the tower, if that is more."""
+        """A row's of `tokens` tokens, or the tower's if more."""
         return max(self.each * tokens, self.tower)
 
     def needed(self, tokens: int) -> float:
-        """Memory that must be left for it."""
+        """Memory to leave for it."""
         return self.num_bytes(tokens) / self.margin
 
     def fitting(self, budget: float, most: int) -> int:
@@ -126,7 +126,7 @@ class RowMemory:
 
 
 def _longest(config: RunConfig, facts: Facts) -> int:
-    """Tokens of the longest sequence that is trained on."""
+    """Tokens of the longest training sequence."""
     if not isinstance(config.algorithm, RLConfig):
         return facts.data.max_sequence_tokens or 0
     length = config.inference.max_model_len

@@ -1,1 +1,1 @@
-"""Checks before any process starts: model files, vLLM options, characters that the tokenizer lacks."""
+"""Checks before any process starts: model files, vLLM options, characters missing in the tokenizer."""

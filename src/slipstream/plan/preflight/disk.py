@@ -9,14 +9,14 @@ from slipstream.plan.memory.checkpoints import num_weights, saved_bytes
 from slipstream.plan.memory.sizes import gib, weights_bytes
 
 NEARLY_FULL = 0.9
-"""Fraction of the free disk space beyond which there is a warning."""
+"""Fraction of the free disk space; beyond it there is a warning."""
 _VERSIONS = 3
 """Published versions on disk: the two newest, and the next while it is written; one more is evaluated beside
 training."""
 
 
 def check_disk(config: PlannedConfig, facts: Facts) -> tuple[list[str], list[str]]:
-    """Warnings of a disk that may get too full, and refusals of one that certainly gets too full: with the checkpoints
+    """Warnings of a disk possibly too full, and refusals of one certainly too full: with the checkpoints
     of every run."""
     disk = facts.disk
     if disk is None:
@@ -37,14 +37,14 @@ def check_disk(config: PlannedConfig, facts: Facts) -> tuple[list[str], list[str
 
 
 def _on_disk(config: PlannedConfig, facts: Facts, num_made: int) -> int:
-    """The most that lies there in a run of so many checkpoints: those that are kept, and one that is being written."""
+    """Most bytes there in a run with so many checkpoints: of the kept ones, and of one being written."""
     saved, kept = saved_bytes(config, facts), num_weights(config)
     num_whole = min(num_made, config.run.keep_checkpoints + 1)
     num_bare = min(num_made - num_whole, kept - config.run.keep_checkpoints)
     beside = config.evaluation is not None and config.evaluation.beside
     if config.evaluation is not None and config.evaluation.patience is not None:
         num_bare += num_made > kept + 1  # the best one
-        num_bare += beside and num_made > kept + 2  # one that may be it
+        num_bare += beside and num_made > kept + 2  # a possible best one
     published = weights_bytes(facts.model, config.model.dtype)
     published *= uses_engine(config) and config.weights.bridge in ("disk", "restart")
     versions = min(_VERSIONS + beside, config.training.steps + 1) * published

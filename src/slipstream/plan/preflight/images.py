@@ -1,4 +1,4 @@
-"""Whether a run can train on the images in its data, and what is known of them."""
+"""Whether a run can train on the images in its data, and facts on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slipstream.records import Message
 def check_images(
     config: PlannedConfig, tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]], *, on_cpu: bool
 ) -> list[Note]:
-    """Notes on the images of the run's conversations and prompts. Raises ConfigError for settings that images exclude,
-    and for those that have no effect without any. `on_cpu`: an engine has no GPU."""
+    """Notes on the images of the run's conversations and prompts. Raises ConfigError for settings excluded by images,
+    and for those without an effect if there are none. `on_cpu`: an engine has no GPU."""
     images = {image.sha256: image for talk in conversations for message in talk for image in message.media}
     if not images:
-        # An adapter to start from, or to evaluate, may be of a tower whatever the data.
+        # An adapter to start from, or to evaluate, may be a tower's whatever the data.
         trains_tower = config.model.train_tower and (config.lora is None or config.lora.path is None)
         unused = {"train_tower = true": trains_tower, "max_pixels": config.model.max_pixels}
         for name, value in unused.items():
@@ -43,7 +43,7 @@ def check_images(
 
 
 def _check_blocks(config: PlannedConfig, on_cpu: bool) -> None:
-    """For models in which all tokens of an image attend to one another."""
+    """For models with attention among all tokens of an image."""
     of_model = f"model.path = {config.model.path} has images whose tokens attend to later ones too"
     if not config.training.packing:
         raise ConfigError(f"{of_model}, and training.packing = false has a causal mask: set it to true")
@@ -54,6 +54,6 @@ def _check_blocks(config: PlannedConfig, on_cpu: bool) -> None:
 
 
 def image_tokens(tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]) -> list[list[tuple[str, int]]]:
-    """Of each conversation or prompt with images their digests and tokens."""
+    """Digests and tokens of the images, for each conversation or prompt with images."""
     found = [[image for message in talk for image in message.media] for talk in conversations]
     return [[(image.sha256, tokenizer.images.num_tokens(image)) for image in images] for images in found if images]

@@ -1,4 +1,4 @@
-"""Checks what a run needs besides model and data: packages, a server, the engine's plugin, the user's functions."""
+"""Checks a run's needs besides model and data: packages, a server, the engine's plugin, the user's functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.transport import check_redis
 
 
 def check_needs(config: RunConfig) -> None:
-    """Raise `ConfigError` for the first that is not there."""
+    """Raise `ConfigError` for the first missing one."""
     require_sinks(config.run.sinks)
     if config.run.streams == "redis" and config.redis is not None:
         check_redis(config.redis.url, config.redis.password_variable)
@@ -27,7 +27,7 @@ def check_needs(config: RunConfig) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = importlib.util.find_spec(package)
-    # A plain folder of that name in the current one is found too: it has no origin.
+    # A plain folder of this name in the current one is found too: it has no origin.
     return spec is not None and spec.origin is not None
 
 

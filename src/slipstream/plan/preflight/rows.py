@@ -1,4 +1,4 @@
-"""The rows of [data]: the training set, the held-out set, and where a row stands in its file."""
+"""The rows of [data]: the training set, the held-out set, and a row's place in its file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def builder_of(config: RunConfig) -> Builder:
 def read_data(
     data: DataConfig, dropped: dict[str, int], *, holds_out: bool, build: Builder = plain_conversation
 ) -> tuple[Conversations, Conversations]:
-    """The rows to train on and, where it `holds_out`, those to hold out."""
+    """The rows to train on and, if it `holds_out`, those to hold out."""
     columns = _columns(data)
     whole = read_conversations(data.path, columns, data.split, dropped, subset=data.subset, build=build)
     rows: Conversations = [*whole]
@@ -52,7 +52,7 @@ def _columns(data: DataConfig) -> Columns:
 
 
 def _held_out(data: DataConfig) -> tuple[str, str, str]:
-    """Path, split and configuration of the rows that a data set of its own, or another split, holds out."""
+    """Path, split and configuration of rows held out by a data set of its own, or by another split."""
     path = data.path if data.eval_path is None else data.eval_path
     subset = data.subset if path == data.path else subset_of(path, data.subset)
     if data.eval_split or not Path(path).is_dir():
@@ -61,7 +61,7 @@ def _held_out(data: DataConfig) -> tuple[str, str, str]:
 
 
 def source_of(config: RunConfig, tasks: Sequence[Task], conversation: Sequence[Message]) -> str:
-    """The row or task that a conversation, or a task's prompt, comes from."""
+    """The row or task of a conversation, or of a task's prompt."""
     places: Iterator[str] = iter(())
     if config.data is not None:
         columns, build = _columns(config.data), builder_of(config)
@@ -80,5 +80,5 @@ def _all_rows(data: DataConfig) -> Iterator[Row]:
 def _is(row: Row, columns: Columns, conversation: tuple[Message, ...], build: Builder) -> bool:
     try:
         return conversation in parts_of([build(row, columns)[0]])
-    except DataError:  # of rows beyond `max_examples`, or those to hold out in a run that holds none out
+    except DataError:  # of rows beyond `max_examples`, or held-out rows in a run without any
         return False

@@ -1,7 +1,7 @@
-"""Checks that torch and the packages with operators for it were built for the same machine.
+"""Checks that torch and the packages with operators for it have builds for the same machine.
 
-vLLM's CPU build asks for torch's CPU build and for any torchvision, torchaudio and torchcodec. Where an index has CPU
-builds of torch alone, pip takes those that were built for CUDA, and neither transformers nor vLLM can be imported.
+vLLM's CPU build asks for torch's CPU build and for any torchvision, torchaudio and torchcodec. If an index has CPU
+builds of torch alone, pip takes CUDA builds of the others, and neither transformers nor vLLM can be imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _IMPORT_S = 120.0
 
 
 def can_import(name: str) -> bool:
-    """Whether the package can be imported after torch: a new process tries, where this one has not done it."""
+    """Whether the package can be imported after torch: a new process tries, unless this one has done it."""
     if name in sys.modules:
         return True
     command = [sys.executable, "-c", f"import torch, {name}"]
@@ -32,9 +32,9 @@ def can_import(name: str) -> bool:
 
 
 def check_torch_builds() -> None:
-    """Raise ConfigError where packages for CUDA are beside a torch for the CPU, and cannot be imported.
+    """Raise ConfigError if packages for CUDA are beside a torch for the CPU, and cannot be imported.
 
-    A CPU build's version ends with `+cpu`; a version without a suffix is the default build, on x86-64 that for CUDA.
+    A CPU build's version ends with `+cpu`; a version without a suffix is the default build, for CUDA on x86-64.
     """
     versions: dict[str, str] = {}
     for name in ("torch", *_WITH_OPERATORS):

@@ -1,5 +1,5 @@
-"""Whether the chat template renders conversations as the environment continues them: some insist that user and
-assistant alternate, and refuse what a tool says after a call."""
+"""Whether the chat template renders conversations as the environment continues them: some require alternating user and
+assistant, and refuse a tool's message after a call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from slipstream.data.chat_template import ChatTokenizer
 
 _ROUNDS = 2
-"""Turns that are followed by others: a template may refuse the second one only."""
+"""Turns with others after them: a template may refuse the second one only."""
 
 
 def check_turns(tokenizer: ChatTokenizer, environment: Environment, prompt: Sequence[Message], path: str) -> list[str]:
-    """Renders `prompt` with turns after it, as they come in an episode. Raises ConfigError if the template refuses or
-    leaves out what follows a turn; returns a warning where the environment's own `run` may say something else there."""
+    """Renders `prompt` with an episode's turns after it. Raises ConfigError if the template refuses or
+    leaves out the message after a turn; returns a warning if the environment's own `run` may say something else
+    there."""
     if environment.max_turns == 1:
         return []
     between = Message("tool", "1", extra={"name": "tool"}) if environment.tools else Message("user", "1")
@@ -43,7 +44,7 @@ def check_turns(tokenizer: ChatTokenizer, environment: Environment, prompt: Sequ
 
 
 def check_gold_turns(environment: Environment | None, conversations: Sequence[Sequence[Message]]) -> list[str]:
-    """A warning where SFT imitates gold answers of one turn, and episodes have several."""
+    """A warning if SFT imitates gold answers of one turn, and episodes have several."""
     if environment is None or environment.max_turns == 1 or not conversations:
         return []
     if any(sum(message.role == "assistant" for message in each) > 1 for each in conversations):
@@ -57,7 +58,7 @@ def check_gold_turns(environment: Environment | None, conversations: Sequence[Se
 def check_imitated(
     thinks: bool, environment: Environment | None, conversations: Sequence[Sequence[Message]]
 ) -> list[str]:
-    """Warnings of `check_gold_turns`, and where `thinks`, prompts have thinking on, and no answer to imitate thinks."""
+    """Warnings of `check_gold_turns`; also if `thinks`, prompts have thinking on, and no answer to imitate thinks."""
     warnings = check_gold_turns(environment, conversations)
     if conversations and thinks and not holds_thoughts(conversations):
         warnings.append(

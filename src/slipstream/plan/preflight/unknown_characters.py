@@ -1,4 +1,4 @@
-"""Finds characters without a token in everything that the model is to learn, generate or read."""
+"""Finds characters without a token in everything for the model to learn, generate or read."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def unknown_in_tasks(
 
 
 def task_prompts(config: RunConfig, tasks: Sequence[Task]) -> list[tuple[str, str]]:
-    """The prompts of `tasks` and the system prompt, each with where it comes from."""
+    """The prompts of `tasks` and the system prompt, each with its origin."""
     system = config.environment.system_prompt if config.environment else ""
     prompts = [(f"task {task.id}", "".join(turn.content for turn in task.prompt)) for task in tasks]
     return [*([("environment.system_prompt", system)] if system else []), *prompts]
 
 
 def gold_answers(environment: Environment | None, tasks: Sequence[Task]) -> list[tuple[str, str]]:
-    """The gold answers of `tasks` that have one, each with where it comes from."""
+    """The existing gold answers of `tasks`, each with its origin."""
     golds = [(task.id, gold_of(environment, task) if environment else task.answer) for task in tasks]
     return [(f"task {name}", gold) for name, gold in golds if gold is not None]
 

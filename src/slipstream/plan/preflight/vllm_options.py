@@ -1,8 +1,8 @@
 """Checks `inference.options` against the installed vLLM before anything starts.
 
 Importing vLLM takes many seconds, so names are read from its source: the annotated fields of the engine arguments'
-classes. Where vLLM is not installed, or its source looks different, nothing is refused here and vLLM itself decides.
-Values are checked by `slipstream plan`, which has vLLM parse them in a child process.
+classes. If vLLM is not installed, or its source looks different, nothing is refused here and vLLM itself decides.
+`slipstream plan` checks values: vLLM parses them in a child process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_options(options: Iterable[str]) -> None:
 
 def try_options(settings: EngineSettings) -> None:
     """Have vLLM build its configuration from `settings`, without an engine. Raises `ConfigError` with vLLM's reason and
-    the options that it names."""
+    the options in it."""
     environment = {
         **os.environ,
         **exits.OFFLINE,
@@ -72,7 +72,7 @@ def try_options(settings: EngineSettings) -> None:
 
 @cache
 def vllm_options() -> frozenset[str]:
-    """The names of vLLM's engine arguments; empty where they cannot be found."""
+    """The names of vLLM's engine arguments; empty if they cannot be found."""
     package = importlib.util.find_spec("vllm")
     folders = list(package.submodule_search_locations or ()) if package else []
     files = [Path(folder) / "engine" / "arg_utils.py" for folder in folders]

@@ -1,9 +1,9 @@
-"""Environment process, `python -P host.py`: hosts an environment whose packages need an interpreter of their own.
+"""Environment process, `python -P host.py`: hosts an environment with packages for an interpreter of their own.
 
-Its standard input is a connected socket that carries frames of JSON both ways, framed as in `processes/channel.py`. It
-is moved away first, so that an environment may print and read. First comes the setup, which is answered with what the
-environment is, then requests: rows of its data sets, `serve` and `close` (what is held while episodes run), and
-episodes, of which many run at once on one event loop. Each turn of an episode is a `chat` frame, answered by `reply` or
+Its standard input is a connected socket for frames of JSON both ways, framed as in `processes/channel.py`. It is moved
+away first: an environment may print and read. First comes the setup; the answer holds facts of the environment. Then
+come requests: rows of its data sets, `serve` and `close` (of a context held while episodes run), and episodes, many at
+once on one event loop. Each turn of an episode is a `chat` frame, answered by `reply` or
 `refused`. The other end is `hosted/process.py`.
 
 On SIGUSR1 it writes its stacks. It ends when its input closes; its guard (`processes/guard.py`) ends its descendants.
@@ -50,11 +50,11 @@ class Hosted(Protocol):
     """An environment of one kind of package."""
 
     def facts(self) -> dict[str, Any]:
-        """What Slipstream must know before the first episode: `max_turns` and which `splits` there are."""
+        """Facts for Slipstream before the first episode: `max_turns` and the `splits` there are."""
         ...
 
     def rows(self, split: str, start: int, count: int) -> list[dict[str, Any]]:
-        """The next tasks of a split, fewer at the end: `prompt` (messages), `answer`, and `task`, which comes back."""
+        """The next tasks of a split, fewer at the end: `prompt` (messages), `answer`, and `task`, for `play`."""
         ...
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -99,7 +99,7 @@ class Turns:
             del self._waiting[number]
 
     def answered(self, frame: dict[str, Any]) -> None:
-        """Takes the answer to a call; one that nobody waits for any more is dropped."""
+        """Takes the answer to a call; drops one without a waiting caller."""
         coming = self._waiting.get(frame["call"])
         if coming is not None and not coming.done():
             coming.set_result(frame)
@@ -140,7 +140,7 @@ class Channel:
             return None
 
     def send(self, frame: dict[str, Any]) -> None:
-        """Writes a frame, in the process that was started only."""
+        """Writes a frame, only in the process of the start: not in its forks."""
         if os.getpid() != self._own:
             return
         data = json.dumps(frame).encode()
@@ -157,7 +157,7 @@ class Channel:
 async def serve(channel: Channel, hosted: Hosted, interrupt_s: float | None = None) -> None:
     """Answers requests until the input ends. `interrupt_s`: how long a synchronous call of an episode may block; it may
     for ever by default."""
-    from .watch import Watch  # this file is started as a program, which belongs to no package
+    from .watch import Watch  # this file, started as a program, belongs to no package
 
     episodes: dict[str, tuple[Turns, asyncio.Task[None]]] = {}
 
@@ -227,7 +227,7 @@ def _rows(hosted: Hosted, frame: dict[str, Any]) -> dict[str, Any]:
         json.dumps(rows)
     except Refused as error:
         return {"op": "failed", "message": str(error)}
-    except BaseException as error:  # noqa: BLE001 (the environment's code, whatever it raises)
+    except BaseException as error:  # noqa: BLE001 (any error of the environment's code)
         return {"op": "failed", "message": f"its data set raised {_one_line(error)}", "details": _traceback(error)}
     return {"op": "rows", "rows": rows}
 
@@ -246,7 +246,7 @@ async def _play(channel: Channel, hosted: Hosted, frame: dict[str, Any], turns: 
         pass
     except Blocked as error:
         answer = {"op": "raised", "kind": "blocked", "details": _traceback(error)}
-    except BaseException as error:  # noqa: BLE001 (the environment's code, whatever it raises)
+    except BaseException as error:  # noqa: BLE001 (any error of the environment's code)
         answer = {"op": "raised", "kind": "environment", "details": _traceback(error)}
     finally:
         with contextlib.suppress(OSError):
@@ -276,7 +276,7 @@ def _take_standard_streams() -> Channel:
 
 
 def load(setup: dict[str, Any]) -> Hosted:
-    """The environment that the setup names, by `load` of its module, here or in its folder."""
+    """The setup's environment, by `load` of its module, here or in its folder."""
     if folder := setup.get("folder"):
         sys.modules[PACKAGE].__path__.append(folder)
     return importlib.import_module(f"{PACKAGE}.{setup['module']}").load(setup)
@@ -298,7 +298,7 @@ def main() -> int:
     except Refused as error:
         channel.send({"op": "failed", "message": str(error)})
         return 1
-    except BaseException as error:  # noqa: BLE001 (the environment's code, whatever it raises)
+    except BaseException as error:  # noqa: BLE001 (any error of the environment's code)
         channel.send({"op": "failed", "message": f"it raised {_one_line(error)}", "details": _traceback(error)})
         return 1
     channel.send({"op": "ready", **facts})
@@ -316,7 +316,7 @@ def _as_usual() -> None:
 
 
 def _as_package() -> Any:
-    """This file as a module of the package in its folder, which no module of the environment's can hide."""
+    """This file as a module of the package in its folder; no module of the environment's can hide it."""
     folder = Path(__file__).resolve().parent
     spec = importlib.util.spec_from_file_location(
         PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]

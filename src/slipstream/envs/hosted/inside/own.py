@@ -38,7 +38,7 @@ class Own:
         self._environment = environment
         self._setup_timeout_s = setup_timeout_s
         self._open: dict[str, tuple[Task, Any]] = {}
-        """Episodes that are to be closed: their tasks, and what `setup_episode` returned."""
+        """Episodes to be closed: their tasks, and the results of `setup_episode`."""
 
     def facts(self) -> dict[str, Any]:
         """None: the run's process knows them, and an environment of `verifiers` would start another process to say."""
@@ -67,7 +67,7 @@ class Own:
             raise Refused("; ".join(complaints))
 
     async def play(self, task: Any, turns: Turns) -> dict[str, Any]:
-        """An episode, not graded; or the end of one, by its name, which is the environment's `close_episode`."""
+        """An episode, not graded; or the end of one, by its name: the environment's `close_episode`."""
         if "close" in task:
             try:
                 await self._environment.close_episode(*self._open.pop(task["close"]))

@@ -1,7 +1,7 @@
 """Finds synchronous calls that block the event loop of an environment process, names them, and interrupts them.
 
-A call that has blocked for `limit_s` gets `Blocked` raised in it, by a signal: its episode ends, and the others go on.
-Code that does not return to Python, such as that of a C extension, cannot be interrupted so: the run kills the process.
+After `limit_s` of blocking, a signal raises `Blocked` in the call: its episode ends, and the others go on.
+Code without a return to Python, as in a C extension, cannot be interrupted so: the run kills the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 EPISODE: contextvars.ContextVar[str] = contextvars.ContextVar("EPISODE", default="")
-"""The episode whose code runs, also in tasks that it has started."""
+"""The episode of the running code, also in tasks it has started."""
 _INTERVAL_S = 0.25
 _TOLD_S = 1.0
 _SIGNAL = signal.SIGUSR2
@@ -28,21 +28,21 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 class Blocked(BaseException):
-    """A synchronous call of an episode took too long. No Exception, so that no user's handler takes it for its own."""
+    """A synchronous call of an episode took too long. No Exception: a user's handler must not take it for its own."""
 
 
 class Watch:
-    """Watches the running event loop, which must be the main thread's, from another thread until the process ends."""
+    """Watches the running event loop, the main thread's, from another thread until the process ends."""
 
     def __init__(self, limit_s: float, tell: Callable[[str, float, bool], None]) -> None:
-        """`tell`, called in the other thread, is told of a call that blocks for more than a second: where it is, how
-        long so far, and whether that line is told the first time; and when it has ended, with an empty place."""
+        """`tell`, called in the other thread, gets each call blocking for more than a second: its place, the seconds so
+        far, and whether the line is told the first time; after the call's end, an empty place."""
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s
         self._tell = tell
         self._num_beats = 0
         self._interrupted: tuple[int, int] | None = None
-        """What ran at the last interrupt: a signal that comes late finds something else."""
+        """The code at the last interrupt: a late signal finds something else."""
         signal.signal(_SIGNAL, self._interrupt)
         self._beat()
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
@@ -89,7 +89,7 @@ class Watch:
 
 
 def _blocking_frame() -> traceback.FrameSummary | None:
-    """The innermost frame of the main thread that is neither a library's nor ours; None while it waits for events."""
+    """The innermost frame of the main thread outside of libraries and ours; None while it waits for events."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     users = [each for each in stack if not each.filename.startswith((_OURS, "<", *_LIBRARIES))]

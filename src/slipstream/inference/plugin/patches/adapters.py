@@ -1,4 +1,4 @@
-"""Patches of vLLM's LoRA: which layers have room for an adapter, and how an adapter's file is read."""
+"""Patches of vLLM's LoRA: the layers with room for an adapter, and the reading of an adapter's file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.weights.model_files import read_tensors
 
 
 class _Opened:
-    """The methods of an open safetensors file that vLLM's loader calls."""
+    """The methods of an open safetensors file used by vLLM's loader."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.keys, self.get_tensor = tensors.keys, tensors.__getitem__
@@ -25,8 +25,8 @@ class _Opened:
 def of_linear_layers() -> None:
     """Patch `LoRAModelManager._match_target_modules`: a name selects linear layers only.
 
-    For vLLM 0.26 to 0.33, which knows targets by the last part of their names, and refuses one that a module of another
-    kind has too: a patch embedding is called `proj` as the last layer of a tower's attention, a decoder layer `0`.
+    For vLLM 0.26 to 0.33: it knows targets by the last part of their names, and refuses one if a module of another
+    kind has it too: a patch embedding is called `proj` as the last layer of a tower's attention, a decoder layer `0`.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
@@ -38,7 +38,7 @@ def of_linear_layers() -> None:
         if not matches(self, module_name):
             return False
         module = self.model.get_submodule(module_name)
-        # What vLLM can quantize: linear layers, embeddings, experts.
+        # Modules vLLM can quantize: linear layers, embeddings, experts.
         has_weights = hasattr(module, "quant_method") or hasattr(module, "_quant_method")
         return has_weights or isinstance(module, BaseLayerWithLoRA)
 
@@ -49,8 +49,8 @@ def read_at_once(runner: Any) -> None:
     """Patch `lora_model.safetensors.safe_open`; `runner` is vLLM's model runner.
 
     vLLM maps the file and copies each of some hundred matrices into page-locked memory of its own before it copies them
-    to the GPU. Here the file is read into one page-locked buffer, which torch reuses for later adapters, and the
-    matrices are views of it. On a CPU, where nothing is page-locked, vLLM's way is shorter.
+    to the GPU. Here the file is read into one page-locked buffer, reused by torch for later adapters, and the
+    matrices are views of it. On a CPU nothing is page-locked, and vLLM's way is shorter.
     """
     from vllm.lora import lora_model
 

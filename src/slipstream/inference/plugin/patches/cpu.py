@@ -1,7 +1,7 @@
 """Patches of vLLM's CPU workers: weights that can be updated in place, and three corrections of its CPU kernels.
 
-Each public function without arguments is a patch of `patch_table.TABLE`; it raises `Absent` where this vLLM lacks what
-it changes.
+Each public function without arguments is a patch of `patch_table.TABLE`; it raises `Absent` if this vLLM lacks
+the code it changes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _pack: Callable[..., None] | None = None
 
 
 def one_adapter() -> None:
-    """Patch `PunicaWrapperCPU.add_lora_linear`: two matrix products for each adapter of the step, which is mostly one.
+    """Patch `PunicaWrapperCPU.add_lora_linear`: two matrix products for each adapter of the step, mostly one.
 
-    For vLLM 0.32, whose CPU kernels copy both LoRA matrices once for every token of the step.
+    For vLLM 0.32: its CPU kernels copy both LoRA matrices once for every token of the step.
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -66,8 +66,8 @@ def one_adapter() -> None:
 def seeded_prefill() -> None:
     """Patch `GPUModelRunner._sample` and `_bookkeeping_sync`: chunked prefill of a seeded request on a CPU.
 
-    For vLLM 0.32, which discards the token sampled after a chunk of the prompt and rewinds the request's generator with
-    `get_offset`; CPU generators lack that, and the engine dies. Here the generator's state is restored instead.
+    For vLLM 0.32: it discards the token sampled after a chunk of the prompt and rewinds the request's generator with
+    `get_offset`. CPU generators lack it, and the engine dies. Here the generator's state is restored instead.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -99,9 +99,9 @@ def seeded_prefill() -> None:
 
 
 def live_weights() -> None:
-    """Patch `dispatch_cpu_unquantized_gemm`: keep a linear layer's weight beside the packed copy that its kernel reads.
+    """Patch `dispatch_cpu_unquantized_gemm`: keep a linear layer's weight beside its kernel's packed copy.
 
-    For vLLM 0.26 to 0.32, which packs the weight for oneDNN or SGL and then frees it, so that later updates reach
+    For vLLM 0.26 to 0.32: it packs the weight for oneDNN or SGL and then frees it, and later updates reach
     nothing. `repack` packs the updated weight.
     """
     global _pack
@@ -120,9 +120,9 @@ def live_weights() -> None:
 
 
 def live_experts() -> None:
-    """Patch `CPUUnquantizedExperts`: keep the weights of an MoE layer beside the packed copies that its kernel reads.
+    """Patch `CPUUnquantizedExperts`: keep the weights of an MoE layer beside its kernel's packed copies.
 
-    For vLLM 0.32, which replaces the weights with packed copies of the same shape: an update would overwrite these, and
+    For vLLM 0.32: it replaces the weights with packed copies of the same shape. An update would overwrite these, and
     the kernel would read it as packed.
     """
     try:
@@ -154,7 +154,7 @@ def live_experts() -> None:
 def experts_under_lora() -> None:
     """Patch `select_unquantized_moe_backend`: use the CPU's MoE kernel also in an engine with LoRA enabled.
 
-    For vLLM 0.32, which then selects the Triton kernel (adapters of experts need it); on a CPU that kernel hangs.
+    For vLLM 0.32: it then selects the Triton kernel (adapters of experts need it); on a CPU this kernel hangs.
     Adapters of other layers do not need it.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
@@ -169,7 +169,7 @@ def experts_under_lora() -> None:
 
 
 def _packed(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    if not _packed_layers:  # on a GPU, where an update need not walk through the model
+    if not _packed_layers:  # on a GPU: an update need not walk through the model
         return []
     return [(name, layer) for name, layer in model.named_modules() if layer in _packed_layers]
 
@@ -182,7 +182,7 @@ def _experts(model: torch.nn.Module) -> list[tuple[str, Any, Any]]:
 
 
 def check_live(model: torch.nn.Module) -> None:
-    """Raises RuntimeError for a model on a CPU whose weights cannot be updated in place."""
+    """Raises RuntimeError if a model on a CPU cannot be updated in place."""
     parameters = dict(model.named_parameters())
     if not parameters or next(iter(parameters.values())).device.type != "cpu":
         return
@@ -205,8 +205,8 @@ def repack(model: torch.nn.Module) -> int:
 def stale_packed_layers(model: torch.nn.Module, max_products: int = 1 << 32) -> list[str]:
     """Names of layers whose packed copy differs from the layer's weight.
 
-    A linear layer's kernel multiplies the identity matrix, which gives the weight exactly, without rounding. Layers
-    that need more than `max_products` multiplications are left to the probe. The packed copies of an MoE layer are
+    A linear layer's kernel multiplies the identity matrix: the product is the weight exactly, without rounding. Layers
+    with more than `max_products` multiplications are left to the probe. The packed copies of an MoE layer are
     compared with its weights packed again.
     """
     stale: list[str] = []

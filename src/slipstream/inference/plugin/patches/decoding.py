@@ -1,14 +1,14 @@
 """Patches vLLM's scheduler with a fast path for plain decode steps.
 
-At some hundred sequences a decode step waits for the scheduler's Python code, not for the GPU: for each request it
-allocates KV cache blocks where there is room, hashes a block that is not full, evaluates stop conditions, and makes an
-output that nobody reads (`delivery` holds it back). Nearly all requests of nearly all steps are in *plain decode*: one
-more token, which does not end the request, in a block that has room. For these alone the few changes that remain are
+At some hundred sequences a decode step waits for the scheduler's Python code, not for the GPU. For each request it
+allocates KV cache blocks despite room, hashes a block that is not full, evaluates stop conditions, and makes an
+output nobody reads (`delivery` holds it back). Nearly all requests of nearly all steps are in *plain decode*: one
+more token, not the request's last, in a block with room. For these alone the few remaining changes are
 made here; anything else goes through vLLM's own code.
 
-Guarantees: every scheduling decision is vLLM's own, step by step, and so is the scheduler's state after `flush`, which
-runs before any code of vLLM's reads it. (One number is not updated, `next_decode_eligible_step`, which decides nothing
-without pipeline parallelism.)
+Guarantees: every scheduling decision is vLLM's own, step by step, and so is the scheduler's state after `flush`. It
+runs before any code of vLLM's reads the state. (One number is not updated, `next_decode_eligible_step`: it decides
+nothing without pipeline parallelism.)
 
 Changed: `KVCacheManager.allocate_slots`; `Scheduler.schedule`, `finish_requests`, `reset_prefix_cache`.
 """
@@ -24,27 +24,27 @@ from slipstream.inference.plugin.patches.patch_table import Absent
 from slipstream.inference.plugin.patches.undelivered import StepLogprobs, Undelivered
 
 _STALE_FIELDS = ("async_tokens_to_discard", "num_stale_output_tokens")
-"""By vLLM version, the attribute by which a `Request` says that tokens in flight are to be discarded."""
+"""By vLLM version, the attribute of a `Request` for marking tokens in flight to be discarded."""
 _UNUSUAL_FIELDS = (
     *("pooler_output", "kv_connector_output", "ec_connector_output", "num_nans_in_logits", "prompt_logprobs_dict"),
     *("prompt_token_id_logprobs_dict", "routed_experts", "sampling_masks", "aux_output_connector_output"),
 )
 """Fields of `ModelRunnerOutput` beside tokens and their log-probabilities."""
 _MANAGER_FIELDS = {"empty_kv_cache_blocks", "coordinator", "block_pool", "enable_caching", "max_model_len"}
-"""Attributes that `KVCacheManager` must have."""
+"""Required attributes of `KVCacheManager`."""
 _WAITING_QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 _UNSUPPORTED = (
     *("connector", "ec_connector", "aux_output_connector", "use_pp", "num_spec_tokens", "num_lookahead_tokens"),
     *("num_prefill_lookahead", "dynamic_sd_lookup", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing"),
     *("defer_block_free", "enable_return_routed_experts", "is_encoder_decoder"),
 )
-"""Attributes of a scheduler that, where true, make its steps do more than the fast path knows."""
+"""Attributes of a scheduler; a true one makes its steps do more than the fast path knows."""
 _READERS = ("finish_requests", "reset_prefix_cache")
-"""Public methods of the scheduler, beside `schedule` and `update_from_output`, that read running requests."""
+"""Readers of running requests: public methods of the scheduler, beside `schedule` and `update_from_output`."""
 
 
 def allocate_with_room() -> None:
-    """Patch `KVCacheManager.allocate_slots`: return at once for a running request whose last block has room."""
+    """Patch `KVCacheManager.allocate_slots`: return at once for a running request with room in its last block."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 
@@ -83,7 +83,7 @@ def schedule_plainly() -> None:
 
 
 def sole_manager(kv_cache_manager: Any, kind: Any) -> Any:
-    """The only block manager of a model whose layers all have full attention; None where there are others, or where
+    """The only block manager of a model with full attention in all layers; None if there are others, or if
     parts of a block are cached too."""
     managers = kv_cache_manager.coordinator.single_type_managers
     if len(managers) != 1 or type(managers[0]) is not kind:
@@ -103,7 +103,7 @@ def _skip_allocation(kv_cache_manager: Any, kind: Any) -> None:
             manager = self._slipstream_block_manager
         except AttributeError:
             manager = self._slipstream_block_manager = sole_manager(self, kind)
-        # The arguments for a running request in decode. Where its blocks have room and none has become full, there is
+        # The arguments for a running request in decode. If its blocks have room and none has become full, there is
         # nothing to allocate, to free or to cache.
         if (
             manager is not None
@@ -131,9 +131,9 @@ def _skip_allocation(kv_cache_manager: Any, kind: Any) -> None:
 
 
 def _plain_until(kv_cache_manager: Any, manager: Any, request: Any) -> int:
-    """The number of computed tokens below which a decode step of `request` is plain, while its last token is in flight
+    """A bound on computed tokens: below it a decode step of `request` is plain, while its last token is in flight
     (otherwise one fewer, as the step may fill a block). It holds while the request runs: only `allocate_slots` and a
-    preemption change its blocks, or how many are cached."""
+    preemption change its blocks, or the number of cached ones."""
     if not _is_simple(request):
         return 0
     cached = manager.num_cached_block.get(request.request_id)
@@ -180,11 +180,11 @@ def _stale_field() -> str:
 class PlainSteps:
     """Schedules steps of plain decode alone.
 
-    What a `SchedulerOutput` holds beside these requests comes from vLLM's own `schedule`, called while it sees none.
+    The rest of a `SchedulerOutput` comes from vLLM's own `schedule`, called while it sees none of these requests.
     """
 
     def __init__(self, scheduler: Any, schedule: Any) -> None:
-        """Call `of` instead, which checks that the scheduler is supported; `schedule` is vLLM's own method."""
+        """Call `of` instead: it checks that the scheduler is supported. `schedule` is vLLM's own method."""
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
@@ -198,7 +198,7 @@ class PlainSteps:
 
     @classmethod
     def of(cls, scheduler: Any, schedule: Any) -> PlainSteps | None:
-        """None for a scheduler whose steps do more than the fast path knows."""
+        """None if a scheduler's steps do more than the fast path knows."""
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -213,7 +213,7 @@ class PlainSteps:
         return cls(scheduler, schedule)
 
     def schedule(self, scheduler: Any) -> Any:
-        """The `SchedulerOutput` of a plain step; None, with nothing changed, for a step that vLLM must schedule."""
+        """The `SchedulerOutput` of a plain step; None, with nothing changed, if vLLM must schedule the step."""
         running = scheduler.running
         if (
             not 0 < len(running) <= self._max_tokens
@@ -246,7 +246,7 @@ class PlainSteps:
         return self._output(scheduler, rows, [new_blocks[row] for row in rows] if ending else new_blocks)
 
     def _allocate(self, kv_cache_manager: Any, request: Any) -> Any:
-        """What `allocate_slots` does for one more token of a running request, where there is a free block. Returns the
+        """As `allocate_slots` for one more token of a running request, if there is a free block. Returns the
         new block, if any, in the form of `CachedRequestData.new_block_ids`."""
         manager, request_id = self._block_manager, request.request_id
         end, cached = request.num_computed_tokens + 1, manager.num_cached_block.get(request_id)
@@ -276,7 +276,7 @@ class PlainSteps:
             if not before.issuperset(ids):
                 cached.all_token_ids = {id_: deferred.all_token_ids(id_) for id_ in ids if id_ not in before}
             scheduler.prev_step_scheduled_req_ids.update(ids)
-        if getattr(output, "num_common_prefix_blocks", None):  # of versions that count them: a zero for each group
+        if getattr(output, "num_common_prefix_blocks", None):  # some versions count them: a zero for each group
             first = scheduler.running[0].request_id
             output.num_common_prefix_blocks = scheduler.kv_cache_manager.get_num_common_prefix_blocks(first)
         deferred.schedule(rows)
@@ -316,7 +316,7 @@ class PlainTokens:
     """Takes the tokens of plain decode out of a step's `ModelRunnerOutput`."""
 
     def __init__(self, scheduler: Any) -> None:
-        """Call `of` instead, which checks that the scheduler is supported."""
+        """Call `of` instead: it checks that the scheduler is supported."""
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
         from vllm.v1.request import Request, RequestStatus
@@ -331,7 +331,7 @@ class PlainTokens:
 
     @classmethod
     def of(cls, scheduler: Any) -> PlainTokens | None:
-        """None for a scheduler, or a vLLM, whose steps do more than the fast path knows."""
+        """None if a scheduler's, or a vLLM's, steps do more than the fast path knows."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -356,9 +356,9 @@ class PlainTokens:
         step: StepLogprobs | None,
         undelivered: Undelivered,
     ) -> tuple[dict[str, int], set[int]]:
-        """Append plain tokens to their requests and to `undelivered`. Returns what of `scheduled` (tokens by request)
-        is left to vLLM's own code, and the clients whose tokens these were. Raises RuntimeError for a placeholder, and
-        with the asynchronous scheduler for a token that no step was scheduled for."""
+        """Append plain tokens to their requests and to `undelivered`. Returns the rest of `scheduled` (tokens by
+        request) for vLLM's own code, and the clients of these tokens. Raises RuntimeError for a placeholder, and
+        with the asynchronous scheduler for a token without a scheduled step."""
         rest: dict[str, int] = {}
         clients: set[int] = set()
         deferred: DeferredSteps | None = getattr(scheduler, "_slipstream_deferred_steps", None)

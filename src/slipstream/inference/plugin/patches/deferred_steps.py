@@ -2,7 +2,7 @@
 
 A decode step changes four numbers and four lists of every vLLM `Request`; at a thousand sequences the step waits for
 this Python code, not for the GPU. Most of it is read only when the request's block is full, or it ends, is aborted or
-preempted. `DeferredSteps` therefore keeps the counters and new tokens of all running requests in NumPy arrays, and
+preempted. `DeferredSteps` therefore keeps the counters and new tokens of all running requests in NumPy arrays.
 `flush` writes them to a `Request` before vLLM's own code reads it: the request is then as vLLM itself leaves it.
 """
 
@@ -17,11 +17,11 @@ from slipstream.inference.plugin.patches.undelivered import StepLogprobs, Undeli
 
 _ARRAYS = ("_scheduled", "_sampled", "_in_flight", "_num_output", "_max_output", "_tokens", "_logprobs")
 _MAX_DEFERRED = 32
-"""Tokens of a request that may be deferred."""
+"""Most deferred tokens of a request."""
 
 
 def wrong_token(num_requests: int, *, is_unasked: bool) -> RuntimeError:
-    """The error of a step that returned a token that no step was scheduled for, or a placeholder."""
+    """The error of a step with a token without a scheduled step, or with a placeholder."""
     return RuntimeError(
         f"a step of {num_requests} requests came back with a token that was "
         f"{'not asked for' if is_unasked else 'not sampled yet'}: what is kept for the requests is wrong, "
@@ -33,7 +33,7 @@ class DeferredSteps:
     """Deferred bookkeeping of a scheduler's running requests: one row for each, in the order of `Scheduler.running`."""
 
     def __init__(self, scheduler: Any, stale_field: str) -> None:
-        """`stale_field`: the attribute by which a `Request` says that tokens in flight are to be discarded."""
+        """`stale_field`: the attribute of a `Request` for marking tokens in flight to be discarded."""
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.request import RequestStatus
 
@@ -44,7 +44,7 @@ class DeferredSteps:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all requests, which must be flushed."""
+        """Forget all requests; they must be flushed."""
         self.requests: list[Any] = []
         self.ids: list[str] = []
         self._make_arrays([])
@@ -59,16 +59,16 @@ class DeferredSteps:
             (5, size), np.int64
         )
         """Deferred: steps scheduled, tokens sampled. Known to the `Request`: tokens scheduled and not sampled, output
-        tokens. And the number of output tokens at which it ends."""
+        tokens. And its number of output tokens at the end."""
         self._tokens = np.zeros((size, _MAX_DEFERRED), np.int64)
         self._logprobs = np.zeros((size, _MAX_DEFERRED), np.float32)
         self._undelivered: list[UndeliveredRequest | None] = [None] * size
         self._defers_tokens = np.zeros(size, bool)
-        """Whether sampled tokens of a request may be deferred; vLLM's own code takes those of others."""
+        """Whether a request's sampled tokens may be deferred; vLLM's own code takes the others'."""
         self._stop_ids: set[int] = set()
 
     def track(self, running: list[Any]) -> bool:
-        """Make the rows those of the `running` requests; False when one of them is not in plain decode."""
+        """Set the rows to the `running` requests; False when one of them is not in plain decode."""
         waits = not self._is_async and (self._scheduled != self._sampled).any()
         if running == self.requests and not waits:
             return True
@@ -121,9 +121,9 @@ class DeferredSteps:
     def collect(
         self, scheduled: dict[str, int], result: Any, step: StepLogprobs | None, undelivered: Undelivered
     ) -> tuple[dict[str, int], set[int]]:
-        """Defer the plain tokens of a step's `result`, a `ModelRunnerOutput`. Returns what of `scheduled` (tokens by
-        request) is left, and the clients whose tokens were deferred. Raises RuntimeError for a placeholder, and for a
-        token that no step was scheduled for."""
+        """Defer the plain tokens of a step's `result`, a `ModelRunnerOutput`. Returns the rest of `scheduled` (tokens
+        by request), and the clients of the deferred tokens. Raises RuntimeError for a placeholder, and for a
+        token without a scheduled step."""
         ids, sampled = result.req_ids, result.sampled_token_ids
         if not self.requests:
             return scheduled, set()
@@ -168,7 +168,7 @@ class DeferredSteps:
         return rest, clients
 
     def _start_deferring(self, undelivered: Undelivered) -> None:
-        """Defer tokens of requests whose earlier ones are held back, so that nobody reads the next either."""
+        """Defer tokens of requests with earlier ones held back: nobody reads the next either."""
         for row in np.flatnonzero(~self._defers_tokens).tolist():
             request = self.requests[row]
             held = undelivered.of_client(request.client_index).get(request.request_id)

@@ -1,13 +1,13 @@
-"""Patches vLLM so that a request's tokens leave the engine core when it ends, not one by one.
+"""Patches vLLM: a request's tokens leave the engine core when it ends, not one by one.
 
 As shipped `Scheduler.update_from_output` makes an object for every sequence and token, slices three arrays for its
-log-probability, packs them into MessagePack, and the front end unpacks them and makes a dict of each: with some hundred
+log-probability and packs them into MessagePack. The front end unpacks them and makes a dict of each: with some hundred
 sequences the engine waits for this Python code, not for the GPU. Nobody reads a rollout before its end, so here the
 engine core holds a request's tokens back (`undelivered`) and sends them with the last one. Consequences:
 
-- Requests with stop strings (detokenized after every token) and requests that stream go on as shipped.
-- Every step still sends the tokens of one request, so that the front end sees that tokens come (`token_clock`).
-- Whoever pauses vLLM to change the weights calls `flush` first: the front end counts which version made which token.
+- Requests with stop strings (detokenized after every token) and streaming requests go on as shipped.
+- Every step still sends the tokens of one request: the front end sees tokens come (`token_clock`).
+- A pause of vLLM to change the weights needs `flush` first: the front end counts the tokens of each version.
 
 Changed: `Scheduler.update_from_output`, `LogprobsProcessor._update_sample_logprobs`, `MsgpackEncoder.encode_into`;
 `EngineCore` gets a utility method.
@@ -26,7 +26,7 @@ from slipstream.inference.plugin.patches.patch_table import Absent, NotNeeded, c
 from slipstream.inference.plugin.patches.undelivered import StepLogprobs, Undelivered, never_plain, token_counts
 
 FLUSH = "slipstream_flush"
-"""Name of the engine core's utility method that sends everything undelivered."""
+"""Name of the engine core's utility method to send everything undelivered."""
 
 
 def deliver_at_the_end() -> None:
@@ -90,7 +90,7 @@ def take_arrays() -> None:
 
 
 def send_copies() -> None:
-    """Patch `MsgpackEncoder.encode_into`, where vLLM may overwrite a message that zmq is still sending."""
+    """Patch `MsgpackEncoder.encode_into`, if vLLM may overwrite a message while zmq is sending it."""
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -128,7 +128,7 @@ def _check_tokens(scheduler: Any) -> None:
 
 
 def _state(scheduler: Any) -> tuple[Undelivered, PlainTokens | None]:
-    """What these patches keep for a scheduler, made at its first step."""
+    """These patches' state for a scheduler, made at its first step."""
     if not hasattr(scheduler, "_slipstream_delivery"):
         plain = PlainTokens.of(scheduler)
         ends = decoding.end_conditions if plain is not None else never_plain
@@ -143,7 +143,7 @@ def _drain(scheduler: Any) -> dict[int, list[Any]]:
 
 
 def _flush_core(self: Any) -> dict[str, int]:
-    """In the engine core: send everything undelivered, before the answer to this call, which is `token_counts`."""
+    """In the engine core: send everything undelivered, before the answer to this call, `token_counts`."""
     from vllm.v1.engine import EngineCoreOutputs
 
     for client, outputs in _drain(self.scheduler).items():
@@ -155,9 +155,9 @@ def _send_copies(encoder: Any) -> None:
     """Copy the first part of every message of several parts.
 
     For vLLM 0.26 (its pull request 50053 mends it): the engine core packs the next message into the same buffer once
-    zmq has sent the last part of this one. The last part is a small array, which zmq copies at once; the first, from
-    64 KiB on, zmq still reads. The front end then unpacks a mixture of two messages. A flush, or many requests that
-    end in one step, make such a message; a copy of it costs little beside packing it.
+    zmq has sent the last part of this one. The last part is a small array, copied by zmq at once; the first, from
+    64 KiB on, zmq still reads. The front end then unpacks a mixture of two messages. A flush, or many requests
+    ending in one step, make such a message; a copy of it costs little beside packing it.
     """
     pack = encoder.encode_into
 

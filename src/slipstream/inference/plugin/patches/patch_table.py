@@ -1,14 +1,13 @@
-"""The table of all patches of vLLM, and which of them are in force in this process.
+"""The table of all patches of vLLM, and those in force in this process.
 
-Patches apply only in processes that Slipstream started (`SLIPSTREAM_ENGINE` is set); anybody else's vLLM is unchanged.
+Patches apply only in processes started by Slipstream (`SLIPSTREAM_ENGINE` is set); anybody else's vLLM is unchanged.
 There are two kinds:
+- `required`: an update, a score or a seed would be wrong without it. It looks for the code it changes. If this is
+  missing, the engine starts all the same, and refuses calls that need the patch (`require`).
+- `fast`: computes vLLM's own results, with less work, and repeats some of vLLM's code for it. It is applied only
+  if every module it repeats or relies on has a source with a checked digest.
 
-- `required`: an update, a score or a seed would be wrong without it. It looks for what it changes. Where that is
-  missing, the engine starts all the same, and refuses what needs the patch (`require`).
-- `fast`: computes what vLLM computes, with less work, and repeats some of vLLM's code for that. It is applied only
-  where the source of every module that it repeats or relies on has a digest that it was checked against.
-
-This module imports neither torch nor vLLM: which fast paths a vLLM will get is known from its source files.
+This module imports neither torch nor vLLM: vLLM's source files alone decide its fast paths.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 Choice = Literal["auto", "checked", "required", "all"]
-"""`required`: no fast paths. `all`: all of them, whatever vLLM's source. `checked`, or `auto`: those whose modules have
-a known digest."""
+"""`required`: no fast paths. `all`: all of them, whatever vLLM's source. `checked`, or `auto`: those with known digests
+of their modules."""
 OLDEST, NEWEST = (0, 26), (0, 33)
-"""Minor versions of vLLM whose source was reviewed for this table."""
+"""Minor versions of vLLM with a source reviewed for this table."""
 VARIABLE = "SLIPSTREAM_PATCHES"
-"""Environment variable of an engine's processes that holds the choice."""
+"""Environment variable of an engine's processes with the choice."""
 ASKED = "SLIPSTREAM_ASKED"
 """Environment variable of an engine's processes with the settings of [model] that ask for patches, with commas."""
 
 
 class Absent(Exception):
-    """This vLLM lacks what a patch changes; the text names it."""
+    """This vLLM lacks the code a patch changes; the text names it."""
 
 
 def changeable(owner: Any, *names: str) -> Any:
-    """The owner, untyped so that its functions can be replaced. Raises `Absent` for one of `names` that it lacks."""
+    """The owner, untyped for the replacement of its functions. Raises `Absent` for a missing one of `names`."""
     for name in names:
         if not hasattr(owner, name):
             raise Absent(f"{getattr(owner, '__name__', type(owner).__name__).rpartition('.')[2]}.{name}")
@@ -56,21 +55,21 @@ class Patch:
 
     name: str
     where: str
-    """`module:function` of this package that applies the patch. It may raise `Absent` or `NotNeeded`."""
+    """`module:function` of this package to apply the patch. It may raise `Absent` or `NotNeeded`."""
     kind: Literal["required", "fast"]
     on: Literal["any", "cpu", "gpu"] = "any"
     to: Literal["vllm", "model"] = "vllm"
     """`model`: patches objects of the loaded model; the function takes vLLM's model runner."""
     lost: str = ""
-    """What a missing required patch makes impossible, and what to use instead."""
+    """The feature lost without a required patch, and the alternative."""
     setting: str = ""
-    """The setting of [model] that asks for it; empty: every engine has it."""
+    """Its setting of [model]; empty: every engine has it."""
     needs: tuple[str, ...] = ()
-    """Patches that this one builds on."""
+    """Patches it builds on."""
     modules: tuple[str, ...] = ()
-    """Modules of `vllm` that a fast path repeats or relies on."""
+    """Modules of `vllm` repeated or relied on by a fast path."""
     checked: Mapping[str, str] = field(default_factory=dict)
-    """Digests of these modules (`digest`) that the patch was checked against, each with its vLLM version."""
+    """Checked digests of these modules (`digest`), each with its vLLM version."""
 
 
 _SCHEDULING = (
@@ -190,7 +189,7 @@ def require(name: str) -> None:
 
 
 def apply_all() -> tuple[str, ...]:
-    """Apply the patches of vLLM's classes that `VARIABLE` chooses; safe to call again. Returns those in force."""
+    """Apply the patches of vLLM's classes chosen by `VARIABLE`; safe to call again. Returns those in force."""
     from vllm.platforms import current_platform
 
     device = "cpu" if current_platform.is_cpu() else "gpu"
@@ -217,7 +216,7 @@ def _apply(device: str, to: str, *arguments: Any) -> None:
 
 
 def asking(settings: Any) -> list[Patch]:
-    """The patches that the settings of an engine ask for."""
+    """The patches asked for by an engine's settings."""
     return [patch for patch in TABLE if patch.setting and getattr(settings, patch.setting)]
 
 

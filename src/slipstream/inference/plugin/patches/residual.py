@@ -1,7 +1,7 @@
-"""Patches vLLM's RMS norms to add up in float32 what the layers compute, as the trainer does (`model.fp32_residual`).
+"""Patches vLLM's RMS norms to add up the layers' outputs in float32, as the trainer does (`model.fp32_residual`).
 
-vLLM's models hand a layer's output and the residual stream to the next norm together, which adds them and returns both.
-The sum comes back in float32 here, so that it stays so from norm to norm; what the norm makes of it, the input of
+vLLM's models hand a layer's output and the residual stream to the next norm together; it adds them and returns both.
+The sum comes back in float32 here, and stays so from norm to norm. The norm's own output, the input of
 matrix products, is rounded once. Under torch.compile this becomes part of the fused kernels.
 
 Changed: `RMSNorm.forward`, `GemmaRMSNorm.forward`.

@@ -1,8 +1,8 @@
 """Patches vLLM to compute prompt log-probabilities at the request's temperature.
 
-vLLM scores a prompt's tokens at temperature 1, whatever the request says; a student that samples at another temperature
-has to be compared with its teacher at that one. The patch divides the logits, in float32 as the sampler does, before
-the log-softmax. It changes the model runner that the engine really has: `GPUModelRunner._get_prompt_logprobs_dict`
+vLLM scores a prompt's tokens at temperature 1, whatever the request says. A student sampling at another temperature
+has to be compared with its teacher at the student's. The patch divides the logits, in float32 as the sampler does,
+before the log-softmax. It changes the engine's actual model runner: `GPUModelRunner._get_prompt_logprobs_dict`
 (vLLM 0.26, and 0.32 on a CPU) or `PromptLogprobsWorker` (the second model runner, on GPUs).
 """
 
@@ -21,7 +21,7 @@ PATCH = "scores_at_temperature"
 
 
 def check(request: GenerateRequest, applied: tuple[str, ...]) -> None:
-    """Raises ValueError for a request that this engine cannot score as asked."""
+    """Raises ValueError if this engine cannot score the request as asked."""
     if request.images:
         raise ValueError("a prompt with images cannot be scored: leave out the images, or scores_prompt")
     temperature = request.sampling.temperature
@@ -72,7 +72,7 @@ def _patch_runner(runner: Any) -> None:
         found: dict[str, Any] = {}
         try:
             for temperature, group in by_temperature.items():
-                runner.num_prompt_logprobs = group  # vLLM removes requests whose last token it has scored
+                runner.num_prompt_logprobs = group  # vLLM removes requests after scoring their last token
                 runner.sampler.compute_logprobs = lambda logits, by=temperature: normalise(logits.float() / by)
                 found |= original(hidden_states, num_scheduled_tokens)
         finally:

@@ -1,9 +1,9 @@
-"""Patches vLLM to compute with what the trainer computes with (`model.shared_kernels`).
+"""Patches vLLM to compute with the trainer's operations (`model.shared_kernels`).
 
-Norms, gates of MLPs and rotary embeddings are the operations of `slipstream.shared_kernels`; products are pinned
-(`products.py`), and a linear layer is torch's; attention always takes the kernels for many queries, whose blocks of
-keys are those of a prefill, and goes through the keys in one piece; log-probabilities come from the trainer's kernel,
-on logits as they were sampled from. `VLLM_BATCH_INVARIANT` is not needed for these models, and makes each product
+Norms, gates of MLPs and rotary embeddings are the operations of `slipstream.shared_kernels`. Products are pinned
+(`products.py`), and a linear layer is torch's. Attention always takes the kernels for many queries, with a prefill's
+blocks of keys, and goes through the keys in one piece. Log-probabilities come from the trainer's kernel,
+on the logits of the sampling. `VLLM_BATCH_INVARIANT` is not needed for these models, and makes each product
 take 0.1 ms of the CPU.
 
 Changed: `forward` of `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`, `GeluAndMul` and `RotaryEmbedding`,
@@ -25,7 +25,7 @@ _LAYERS = "vllm.model_executor.layers"
 
 
 def share_operations() -> None:
-    """Patch all of it. Raises Absent where a part is missing."""
+    """Patch all of it. Raises Absent if a part is missing."""
     import torch
 
     from slipstream.shared_kernels import operations
@@ -69,7 +69,7 @@ def share_operations() -> None:
 
 
 def _with_blocks(plain: Any) -> Any:
-    """Attention with the blocks of queries and keys that the trainer has (`flash3.py`)."""
+    """Attention with the trainer's blocks of queries and keys (`flash3.py`)."""
     from slipstream.shared_kernels.flash3 import LEAST_QUERIES, check_window
 
     def attend(*args: Any, **kwargs: Any) -> Any:
@@ -88,8 +88,8 @@ def _log_probabilities() -> None:
     from slipstream.algo import logprobs_triton
 
     def of(logits: Tensor, ids: Tensor) -> Tensor:
-        # Rows without the padding that vLLM adds to a vocabulary: what is known of their distance decides in which
-        # order the kernel adds up.
+        # Rows without vLLM's padding of a vocabulary: the known facts of their distance decide the kernel's order of
+        # addition.
         return logprobs_triton.forward(logits.contiguous(), ids, 1.0)[0][:, None]
 
     def returns_logits(plain: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Tokens and log-probabilities that the engine core has sampled and not yet sent to the front end.
+"""Tokens and log-probabilities sampled by the engine core and not yet sent to the front end.
 
-State of the patch `final_delivery` (module `delivery`): a scheduler has one `Undelivered`, which holds an
-`UndeliveredRequest` for each running request whose tokens nobody reads before its end.
+State of the patch `final_delivery` (module `delivery`): a scheduler has one `Undelivered`, with an
+`UndeliveredRequest` for each running request unless its tokens are read before its end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 EndConditions = Callable[[Any, Any], tuple[frozenset[int], int]]
-"""(scheduler, request) -> the token ids that may end the request, and the number of tokens at which it ends; 0 for a
-request whose decode steps are never plain."""
+"""(scheduler, request) -> the token ids that may end the request, and its number of tokens at the end; 0 for a
+request without plain decode steps."""
 
 
 def never_plain(scheduler: Any, request: Any) -> tuple[frozenset[int], int]:
-    """End conditions of a request none of whose decode steps is plain."""
+    """End conditions of a request without plain decode steps."""
     return frozenset(), 0
 
 
@@ -33,7 +33,7 @@ class StepLogprobs:
         self.values: list[float] = lists.logprobs[:, 0].tolist()
 
     def slice_request(self, index: int, num_positions: int) -> Any:
-        """The index itself for one sampled token, which costs nothing; vLLM's slice otherwise."""
+        """The index itself for one sampled token, at no cost; vLLM's slice otherwise."""
         return index if num_positions == 1 else self.lists.slice_request(index, num_positions)
 
 
@@ -68,8 +68,8 @@ class UndeliveredRequest:
             )
 
     def complete(self, last: Any = None) -> Any:
-        """One `EngineCoreOutput` of all tokens, made from the `last` one or from the first. Log-probabilities have the
-        form in which vLLM sends them between processes; ranks are 0, as they are not computed."""
+        """One `EngineCoreOutput` of all tokens, made from the `last` one or from the first. Log-probabilities have
+        vLLM's form between processes; ranks are 0, as they are not computed."""
         from vllm.v1.outputs import LogprobsLists
 
         output: Any = self.output if last is None else last
@@ -104,12 +104,12 @@ class Undelivered:
         """By client index and request id."""
 
     def of_client(self, client: int) -> Mapping[str, UndeliveredRequest]:
-        """By request id; without requests that have nothing undelivered or are read as they are sampled."""
+        """By request id; without requests that have nothing undelivered or are read during sampling."""
         return self._requests.get(client, _EMPTY)
 
     def deliver(self, scheduler: Any, client: int, outputs: list[Any], step: StepLogprobs | None) -> list[Any]:
-        """Hold back a step's `outputs` and return those to send now: finished requests, requests that are read as they
-        are sampled, and otherwise one held request, so that the front end sees that tokens come."""
+        """Hold back a step's `outputs` and return those to send now: finished requests, requests read
+        during sampling, and otherwise one held request: the front end sees tokens come."""
         held = self._requests.setdefault(client, {})
         values = step.values if step is not None else ()
         ready: list[Any] = []
@@ -144,7 +144,7 @@ class Undelivered:
         return ready
 
     def drain(self, scheduler: Any) -> dict[int, list[Any]]:
-        """Everything that is undelivered, by client; nothing is left."""
+        """Everything undelivered, by client; nothing is left."""
         self._flush(scheduler, None)
         drained = {
             client: [mine.complete() for mine in held.values()] for client, held in self._requests.items() if held
@@ -159,15 +159,15 @@ def token_counts(core: Any) -> dict[str, int]:
 
 
 class ReceivedTokens:
-    """Compares the tokens that vLLM's output processor has received with those that the engine core has sampled, for
-    the requests that the processor knows at construction; no step may be made meanwhile."""
+    """Compares the tokens received by vLLM's output processor with those sampled by the engine core, for
+    the processor's requests at construction; no step may be made meanwhile."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._ids = set(processor.request_states)
 
     def missing(self, counts: Mapping[str, int]) -> str:
-        """The first difference to `counts`, the engine core's tokens of all requests that go on; empty: none."""
+        """The first difference to `counts`, the engine core's tokens of all requests still running; empty: none."""
         states: Mapping[str, Any] = self._processor.request_states
         for id_ in self._ids & states.keys():
             if id_ not in counts:
@@ -203,6 +203,6 @@ def _may_be_held(scheduler: Any, output: Any) -> bool:
         and not getattr(request, "resumable", False)
         and not scheduler.log_stats
         and output.routed_experts is None
-        and getattr(scheduler, "aux_output_connector", None) is None  # which returns a part of them with every token
+        and getattr(scheduler, "aux_output_connector", None) is None  # it returns a part of them with every token
         and getattr(output, "new_sampling_mask", None) is None
     )

@@ -1,6 +1,6 @@
-"""Turns what vLLM's tool parsers find into `ToolCall` records; knows nothing of vLLM.
+"""Turns the findings of vLLM's tool parsers into `ToolCall` records; knows nothing of vLLM.
 
-Every call that leaves this module can be encoded, sent and decoded: a model may write any JSON.
+Every call from this module can be encoded, sent and decoded: a model may write any JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.inference.plugin.tools.formats import Format, excerpt
 from slipstream.records import ToolCall
 
 MAX_CALLS = 256
-"""Of one completion; one call with an error stands for all further ones."""
+"""Most of one completion; one call with an error stands for all further ones."""
 MAX_DEPTH = 64
 """How deep arguments may be nested."""
 _ID_LENGTH = 9
@@ -36,7 +36,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a parser of vLLM makes of a text."""
+    """The result of a vLLM parser for a text."""
 
     calls: tuple[Found, ...]
     content: str
@@ -47,8 +47,7 @@ class Unreadable(Exception):
 
 
 def read_calls(text: str, parse: Callable[[str], Parsed], format_: Format | None) -> tuple[list[Found | ToolCall], str]:
-    """The calls in a text, in order, and the text apart from them. Those that are meant as calls and cannot be read are
-    `ToolCall`s with an error."""
+    """The calls in a text, in order, and the text apart from them. Unreadable ones are `ToolCall`s with an error."""
     regions = format_.regions(text) if format_ else []
     if format_ is None or all(region.is_whole for region in regions):
         parsed = parse(text)
@@ -65,8 +64,8 @@ def read_calls(text: str, parse: Callable[[str], Parsed], format_: Format | None
 
 
 def as_records(found: Sequence[Found | ToolCall], text: str, token_ids: Sequence[int]) -> list[ToolCall]:
-    """The calls as records. An id that the policy wrote itself stays; all others follow from `token_ids`, prompt and
-    completion, so that the next prompt is the same whenever this one is."""
+    """The calls as records. An id written by the policy itself stays; all others follow from `token_ids`, prompt and
+    completion: the next prompt is the same whenever this one is."""
     calls = [_record(each) for each in found[:MAX_CALLS]]
     if len(found) > MAX_CALLS:
         calls.append(ToolCall("", error=f"there are more than {MAX_CALLS} calls in one turn: make fewer"))
@@ -125,5 +124,5 @@ def _is_deeper(value: object, depth: int) -> bool:
 
 
 def _new_id(digest: bytes, number: int) -> str:
-    """Nine letters and digits, the only ids that Mistral's templates take."""
+    """Nine letters and digits, the only ids for Mistral's templates."""
     return hashlib.sha256(digest + number.to_bytes(4, "big")).hexdigest()[:_ID_LENGTH]

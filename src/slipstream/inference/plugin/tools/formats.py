@@ -1,7 +1,7 @@
-"""How tool calls look in the text of a completion, by the name of vLLM's parser; knows nothing of vLLM.
+"""The form of tool calls in a completion's text, by the name of vLLM's parser; knows nothing of vLLM.
 
-vLLM's parsers return a call that they cannot read as plain text, or guess its missing end. To tell the policy what is
-wrong with it, one has to see that a call was meant: `FORMATS` says where calls begin and end.
+vLLM's parsers return an unreadable call as plain text, or guess its missing end. To tell the policy its
+fault, one has to see that a call was meant: `FORMATS` has the beginnings and ends of calls.
 """
 
 # ruff: noqa: RUF001 (the bars of DeepSeek's tags)
@@ -20,7 +20,7 @@ _JSON_NAME = r'"name"\s*:\s*"([^"\\]+)"'
 
 @dataclass(frozen=True)
 class Region:
-    """A stretch of text that is meant as a call, its tags included; where they allow it, several calls."""
+    """A stretch of text meant as a call, its tags included; several calls if the tags allow it."""
 
     start: int
     end: int
@@ -35,15 +35,15 @@ class Format:
 
     opening: str
     closing: str = r"\Z"
-    """By default the call ends where the text does."""
+    """By default the call ends with the text."""
     ends: str = ""
-    """Text with which a call is whole, even if `closing` is missing."""
+    """Text to make a call whole, even if `closing` is missing."""
     name: str = _JSON_NAME
     """Finds the name of a call in its first group, for messages."""
     is_json: bool = False
     """Between the tags is one JSON object with `name` and `arguments`; it shows itself whether it is whole."""
     wrapper: tuple[str, str] = ("", "")
-    """What stands around all calls together, without which the parser sees none."""
+    """The text around all calls together; without it the parser sees none."""
 
     @cached_property
     def _region(self) -> re.Pattern[str]:
@@ -58,17 +58,17 @@ class Format:
         return found
 
     def alone(self, region: Region) -> str:
-        """The text of a completion that holds nothing but this call."""
+        """The text of a completion with nothing but this call."""
         before, after = self.wrapper
         return region.text if before and before in region.text else f"{before}{region.text}{after}"
 
     def name_of(self, region: Region) -> str:
-        """The name of a call that cannot be read, as far as it can be seen."""
+        """The name of an unreadable call, as far as visible."""
         found = re.search(self.name, region.text)
         return next((group.strip() for group in found.groups() if group), "") if found else ""
 
     def complaint(self, region: Region) -> str:
-        """What is wrong with a call that the parser did not read."""
+        """The fault of a call the parser did not read."""
         if not region.is_whole:
             closing = self.ends or self.closing.replace(r"\|", "|")
             missing = "" if re.search(r"[\\()]", closing) else f", {closing} is missing"
@@ -154,12 +154,12 @@ FORMATS = {
     "phi4_mini_json": Format(r"functools\["),
     "internlm": Format(r"<\|action_start\|>\s*<\|plugin\|>", r"<\|action_end\|>"),
 }
-"""By the name of vLLM's parser. Of the others a call that cannot be read counts as plain text."""
+"""By the name of vLLM's parser. An unreadable call of the others counts as plain text."""
 
 
 def answer_start(text: str, format_: Format | None, *, begins_thinking: bool) -> tuple[int, int]:
-    """The part of a completion in which calls count, as (start, end): after the last end of thinking, and before
-    thinking that has no end, unless it begins within a call. `begins_thinking`: the prompt ends with the beginning of a
+    """The part of a completion for calls, as (start, end): after the last end of thinking, and before
+    unclosed thinking, unless it begins within a call. `begins_thinking`: the prompt ends with the beginning of a
     thought."""
     start = max((text.rfind(close) + len(close) for _, close in _THINKING if close in text), default=0)
     if begins_thinking and not start:
@@ -176,7 +176,7 @@ def answer_start(text: str, format_: Format | None, *, begins_thinking: bool) ->
 
 
 def ends_in_thought(prompt_end: str) -> bool:
-    """Whether a prompt, of which this is the end, has begun a thought for the policy."""
+    """Whether a prompt with this end has begun a thought for the policy."""
     return prompt_end.rstrip().endswith(tuple(opening for opening, _ in _THINKING))
 
 

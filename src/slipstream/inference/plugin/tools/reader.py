@@ -1,6 +1,6 @@
 """`ToolReader`: reads the tool calls out of a finished completion with one of vLLM's tool parsers.
 
-Guarantees: nothing that a policy writes, and no error of a parser, ends a request or the engine; a parser's error is
+Guarantees: no text of a policy, and no error of a parser, ends a request or the engine; a parser's error is
 counted and told. Tokens and log-probabilities are not touched: it decodes for itself. Parsing has a thread of its own,
 so the server's event loop goes on.
 """
@@ -23,7 +23,7 @@ from slipstream.inference.plugin.tools.formats import FORMATS, answer_start, end
 from slipstream.records import GenerateRequest, ToolCall
 
 _TAIL_TOKENS = 16
-"""Of a prompt, in which a template may begin a thought."""
+"""End of a prompt: a template may begin a thought in it."""
 _MAX_KNOWN = 64
 _log = logging.getLogger("slipstream.engine")
 
@@ -35,7 +35,7 @@ class Reading:
     calls: list[ToolCall] = field(default_factory=list)
     content: str = ""
     failure: str = ""
-    """What the parser raised, an error of its own or one that it makes of a call that it cannot read."""
+    """The parser's exception: an error of its own or its report of an unreadable call."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ToolReader:
         self._special_ids = frozenset(self._special)
         self._tools_in = lru_cache(_MAX_KNOWN)(self._made)
         self._executor = ThreadPoolExecutor(1, "tool-calls")
-        # A traceback for every call that cannot be read would fill the engine's log.
+        # A traceback for every unreadable call would fill the engine's log.
         for parsers in ("vllm.tool_parsers", "vllm.parser"):
             logging.getLogger(parsers).setLevel(logging.CRITICAL)
         self._class = _parser_class(name)
@@ -80,7 +80,7 @@ class ToolReader:
             ) from error
 
     def check(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError for tools that vLLM does not take."""
+        """Raises ValueError for tools vLLM does not take."""
         self._tools_of(tools)
 
     async def read(self, request: GenerateRequest, output: Any) -> Reading:
@@ -91,7 +91,7 @@ class ToolReader:
         return await loop.run_in_executor(self._executor, self.read_tokens, request, list(out.token_ids), ended)
 
     def read_tokens(self, request: GenerateRequest, token_ids: list[int], ended: bool) -> Reading:
-        """Reads the calls in a completion. `ended`: its last token is the one that ends it, and no stop string is."""
+        """Reads the calls in a completion. `ended`: its last token ends it, and no stop string does."""
         text = ""
         try:
             given = self._tools_of(request.tools)
@@ -113,7 +113,7 @@ class ToolReader:
             return Reading([], text, self._told(error))
 
     def _chosen(self, answer: str, given: _Tools) -> str:
-        """What the parser gets: the answer with its special tokens if it reads these, or if only they show a call."""
+        """The parser's input: the answer with its special tokens if it reads these, or if only they show a call."""
         plain = self._plain(answer)
         shows = self._format is not None and self._format.regions(answer) and not self._format.regions(plain)
         return answer if given.keeps_special or shows else plain
@@ -185,7 +185,7 @@ def _parser_class(name: str) -> Any:
 
 
 def _special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The tokens that decoding can leave out: those that the tokenizer names, and others that are marked as special."""
+    """The tokens left out by decoding: the tokenizer's special ones, and others marked as special."""
     ids, texts = getattr(tokenizer, "all_special_ids", []), getattr(tokenizer, "all_special_tokens", [])
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     marked = {id_: str(token) for id_, token in added.items() if getattr(token, "special", False)}

@@ -1,5 +1,5 @@
-"""The LoRA adapters that an engine holds: the current one, for new requests, and the one before, for requests that
-began with it.
+"""An engine's LoRA adapters: the current one, for new requests, and the one before, for requests
+begun with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _POLL_S = 0.02
 
 
 class Adapters:
-    """At most two adapters, each with a name and an id that are never reused; more only after a failed load."""
+    """At most two adapters, each with a name and an id, never reused; more only after a failed load."""
 
     def __init__(self, host: Host, is_used: Callable[[int], bool] = lambda adapter_id: False) -> None:
         """`is_used`: whether further requests, not counted by `used`, are computed with an adapter."""
@@ -26,19 +26,19 @@ class Adapters:
         self._is_used = is_used
         self._old: LoadedAdapter | None = None
         self._stray: list[LoadedAdapter] = []
-        """Adapters to remove before the next load: their removal failed, or the load that it was part of."""
+        """Adapters to remove before the next load: their removal failed, or the load around it."""
         self._users: collections.Counter[int] = collections.Counter()
         self._ended = asyncio.Event()
         self._num_loaded = 0
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the adapters that vLLM should hold, the current one first."""
+        """Ids of the adapters for vLLM to hold, the current one first."""
         return [adapter.id for adapter in (self.current, self._old, *self._stray) if adapter is not None]
 
     @contextlib.contextmanager
     def used(self, adapter: LoadedAdapter) -> Generator[None]:
-        """Counts a request that is computed with `adapter`, for as long as the block runs."""
+        """Counts a request computed with `adapter`, for as long as the block runs."""
         self._users[adapter.id] += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""`WorkerExtension`: the methods for weight updates that vLLM mixes into its worker (`worker_extension_cls`).
+"""`WorkerExtension`: the methods for weight updates mixed into vLLM's worker (`worker_extension_cls`).
 
 They run in the engine core's loop, between two steps. Arguments and results are JSON text, as they cross vLLM's process
 boundary and nothing there may be unpickled. `EngineServer` judges from their results whether an update succeeded.
@@ -51,12 +51,12 @@ class WorkerExtension:
         return self._slipstream_map
 
     def _slipstream_adapters(self) -> Any:
-        """vLLM's `LoRAModelManager`, which owns the LoRA buffers; None in an engine without LoRA."""
+        """vLLM's `LoRAModelManager`, owner of the LoRA buffers; None in an engine without LoRA."""
         manager = getattr(self.model_runner, "lora_manager", None)
         return manager._adapter_manager if manager is not None else None
 
     def slipstream_describe(self) -> str:
-        """JSON: patches in force and reasons for those left out, dtypes of the logits, and files to remove when
+        """JSON: patches in force, reasons for the others' absence, dtypes of the logits, and files to remove when
         the engine ends."""
         patch_table.apply_to(self.model_runner)
         return json.dumps(
@@ -70,8 +70,8 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_load(self, ticket_json: str, first_rank: str = "1") -> str:
-        """Load a version, or its delta, into the live weights, from files or from the process group, in which this
-        engine's workers have the ranks from `first_rank` on. JSON: seconds and bytes."""
+        """Load a version, or its delta, into the live weights, from files or from the process group. This engine's
+        workers have the group's ranks from `first_rank` on. JSON: seconds and bytes."""
         ticket = msgspec.json.decode(ticket_json, type=Ticket)
         started = time.perf_counter()
         model, num_bytes = self._slipstream_model(), 0
@@ -105,7 +105,7 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_share(self, parameters_json: str) -> str:
-        """JSON: handles by which another process opens this worker's part of the live weights, by Hugging Face name. On
+        """JSON: handles for another process to open this worker's part of the live weights, by Hugging Face name. On
         a CPU the weights are moved into shared memory for it."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         model = self._slipstream_model()
@@ -129,7 +129,7 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_written(self) -> str:
-        """Repack weights that were written in place, on a CPU. JSON: null."""
+        """Repack weights written in place, on a CPU. JSON: null."""
         if not torch.cuda.is_available():  # only CPU kernels read packed copies
             cpu.repack(self._slipstream_model())
         return "null"
@@ -141,7 +141,7 @@ class WorkerExtension:
         return "null"
 
     def slipstream_leave(self) -> str:
-        """Leave the process group that brings weights, if this worker is in one. JSON: null."""
+        """Leave the process group for new weights, if this worker is in one. JSON: null."""
         if self._slipstream_group is not None:
             self._slipstream_group.leave()
             self._slipstream_group = None
@@ -168,7 +168,7 @@ class WorkerExtension:
     def _slipstream_receive(
         self, ticket: Ticket, first_rank: int, located: tensor_map.TensorMap
     ) -> list[tuple[str, Tensor]]:
-        """Receive whole parameters from the group into the engine's memory; returns those that the map cannot place, in
+        """Receive whole parameters from the group into the engine's memory; returns those the map cannot place, in
         the ticket's order."""
         group = self._slipstream_join(ticket, first_rank)
         is_here = next(self._slipstream_model().parameters()).device == group.device
@@ -188,8 +188,8 @@ class WorkerExtension:
 
     @torch.no_grad()
     def slipstream_fingerprint_adapter(self, parameters_json: str, ids_json: str) -> str:
-        """The same for a LoRA adapter, in the buffers that vLLM's kernels read. `ids_json`: ids of all adapters that
-        vLLM should hold, this one's first. `stale`: layers whose buffers hold anything beside the adapter."""
+        """The same for a LoRA adapter, in the buffers of vLLM's kernels. `ids_json`: ids of all adapters
+        for vLLM to hold, this one's first. `stale`: layers with anything beside the adapter in their buffers."""
         parameters = msgspec.json.decode(parameters_json, type=tuple[ParameterSpec, ...])
         manager = self._slipstream_adapters()
         slot = adapter_map.slot_of(manager, msgspec.json.decode(ids_json, type=list[int]))
@@ -204,13 +204,13 @@ class WorkerExtension:
 
 
 def _left_behind() -> list[str]:
-    """Shared-memory files of vLLM's CPU workers, some megabytes, which stay when these are killed."""
+    """Shared-memory files of vLLM's CPU workers, some megabytes: they stay when these are killed."""
     name = os.environ.get("VLLM_DIST_IDENT")
     return [str(path) for path in Path("/dev/shm").glob(f"{name}-*")] if name else []
 
 
 def _head_dtypes(model: torch.nn.Module) -> list[str]:
-    """The dtype of each `LogitsProcessor`; `?` where this vLLM has no such attribute."""
+    """The dtype of each `LogitsProcessor`; `?` if this vLLM has no such attribute."""
     makers = [module for module in model.modules() if type(module).__name__ == "LogitsProcessor"]
     return sorted({str(getattr(module, "head_dtype", "?")).removeprefix("torch.") for module in makers})
 
@@ -223,5 +223,5 @@ def _shares(located: tensor_map.TensorMap, parameters: tuple[ParameterSpec, ...]
 
 
 def _memory_bytes() -> int:
-    """Bytes that torch has allocated on this worker's GPU."""
+    """Bytes allocated by torch on this worker's GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

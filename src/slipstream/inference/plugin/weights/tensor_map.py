@@ -1,8 +1,8 @@
 """Maps each Hugging Face parameter to its place in the engine's fused and sharded tensors.
 
-vLLM's own loader knows it, so `record` hands the loader empty tensors of the right shapes, while a dispatch mode notes
-every copy into an engine parameter *instead of* making it. The result holds for any model that vLLM can load, needs no
-table of names, costs no memory traffic and leaves the weights alone. A loader that computes before it copies (a cast, a
+vLLM's own loader knows it, so `record` hands the loader empty tensors of the right shapes. A dispatch mode notes
+every copy into an engine parameter *instead of* making it. The result holds for any model vLLM can load, needs no
+table of names, costs no memory traffic and leaves the weights alone. A loader's computation before the copy (a cast, a
 materialized transposition) leaves a gap: such a parameter is listed as unverified, never as verified.
 """
 
@@ -25,12 +25,12 @@ from slipstream.weights.fingerprint_torch import Slice
 
 _WRITES = {"copy_", "fill_", "zero_", "index_copy_", "index_put_", "masked_fill_", "scatter_", "set_"}
 _IN_LOADERS_ORDER = {"TRITON", "BATCHED_TRITON", "CPU"}
-"""MoE backends that read the weights as vLLM's loader places them (CPU: by the patch `live_cpu_experts`)."""
+"""MoE backends with the weights as vLLM's loader places them (CPU: by the patch `live_cpu_experts`)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of one Hugging Face parameter and the engine memory that holds it."""
+    """A slice of one Hugging Face parameter and its engine memory."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class Piece:
         return self.target.numel()
 
     def write(self, places: Tensor, values: Tensor, *, is_whole: bool) -> None:
-        """Write those of `values` whose `places` in the flattened parameter lie in this slice; `is_whole`: all do."""
+        """Write those of `values` with `places` (in the flattened parameter) in this slice; `is_whole`: all are."""
         inside = None if is_whole else places >= self.offset
         rest = places - self.offset
         lies = torch.zeros_like(rest)
@@ -81,7 +81,7 @@ class TensorMap:
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
-    """Names whose values the loader transforms before it copies them."""
+    """Names of values transformed by the loader before the copy."""
     _places: dict[str, str] = field(default_factory=dict[str, str])
 
     def shares(self, names: Sequence[str]) -> list[tuple[int, int]]:
@@ -95,7 +95,7 @@ class TensorMap:
         return [(total & ((1 << 64) - 1), count) for total, count in zip(totals, counts, strict=True)]
 
     def place(self, name: str) -> str:
-        """A digest of which elements of `name` this worker holds; call it after recording."""
+        """A digest of the elements of `name` in this worker; call it after recording."""
         if name not in self._places:
             held = sorted((piece.offset, piece.sizes, piece.strides) for piece in self.pieces.get(name, []))
             self._places[name] = hashlib.sha256(repr(held).encode()).hexdigest()[:16]
@@ -103,7 +103,7 @@ class TensorMap:
 
     def write(self, spec: ParameterSpec, places: Tensor, values: Tensor) -> None:
         """Write `values` at `places` of the flattened parameter, as far as this worker holds them. Raises ValueError
-        for a parameter that the loader transforms."""
+        if the loader transforms the parameter."""
         if spec.name in self.opaque:
             raise ValueError(
                 f"vLLM's loader transforms {spec.name}, so a part of it cannot be written: publish it whole"
@@ -116,7 +116,7 @@ class TensorMap:
             piece.write(places, values, is_whole=piece.numel == math.prod(spec.shape))
 
     def memory(self, spec: ParameterSpec) -> Tensor | None:
-        """The engine's memory of `spec` as bytes, where it holds all of it in one contiguous piece of the same dtype;
+        """The engine's memory of `spec` as bytes, if it holds all of it in one contiguous piece of the same dtype;
         else None."""
         pieces = self.pieces.get(spec.name, [])
         if spec.name in self.opaque or len(pieces) != 1:
@@ -126,7 +126,7 @@ class TensorMap:
         return flat_bytes(target) if is_same and target.numel() == math.prod(spec.shape) else None
 
     def load(self, arrived: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Copy whole parameters into this worker's memory; returns copies of those that only vLLM's loader can
+        """Copy whole parameters into this worker's memory; returns copies of those only vLLM's loader can
         place."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -247,7 +247,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
-    """Record where `model.load_weights` places `parameters` (shapes and dtypes; values are not read)."""
+    """Record the places of `parameters` in `model.load_weights` (shapes and dtypes; values are not read)."""
     recorder = Recorder([*model.parameters(), *model.buffers()])
     with torch.no_grad(), recorder:
         model.load_weights(recorder.feed(parameters))
@@ -259,7 +259,7 @@ def record(model: Any, parameters: tuple[ParameterSpec, ...]) -> TensorMap:
 
 
 def _rearranged(model: Any) -> set[int]:
-    """Storages of MoE weights that vLLM permutes for a kernel after loading: a later load would write them
+    """Storages of MoE weights permuted by vLLM for a kernel after loading: a later load would write them
     unpermuted."""
     found: set[int] = set()
     for module in model.modules():
@@ -276,7 +276,7 @@ class Share:
     fingerprint: int
     count: int
     place: str = ""
-    """Digest of which elements these are (`TensorMap.place`): equal for workers that hold the same."""
+    """Digest of these elements (`TensorMap.place`): equal for workers with the same ones."""
 
 
 def compare(spec: ParameterSpec, shares: list[Share]) -> str:
@@ -295,7 +295,7 @@ def compare(spec: ParameterSpec, shares: list[Share]) -> str:
 def judge(
     parameters: Sequence[ParameterSpec], answers: Sequence[Mapping[str, tuple[str, int, str]]]
 ) -> tuple[list[str], list[str]]:
-    """Names of parameters that differ, and of those that cannot be verified. `answers`: for each worker, its share of
+    """Names of differing and of unverifiable parameters. `answers`: for each worker, its share of
     each parameter (fingerprint in hexadecimal digits, number of elements, place)."""
     found: dict[str, list[str]] = {"match": [], "differs": [], "unverified": []}
     for spec in parameters:
