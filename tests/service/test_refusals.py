@@ -5,6 +5,9 @@ import json
 import pytest
 
 from slipstream.cli import main
+from slipstream.service.deployments.registry import Registry
+
+from .made import deployment
 
 
 @pytest.fixture
@@ -23,3 +26,16 @@ def ask(place, capsys):
 def test_a_service_with_a_number_that_is_no_port(ask, port):
     code, answer = ask("serve", "--port", port)
     assert (code, answer["message"]) == (2, f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
+
+
+def test_undeploy_with_an_unknown_name_ends_nothing(ask, place):
+    registry = Registry(place.store)
+    with registry.locked():
+        for name in ("a-step-1", "b-step-1"):
+            registry.put(deployment(name))
+    code, answer = ask("undeploy", "a-step-1", "nothing")
+    assert (code, "'nothing'" in answer["message"]) == (2, True)
+    assert [each.state for each in registry.all()] == ["deploying", "deploying"]
+    code, rows = ask("undeploy", "a-step-1", "b-step-1", "a-step-1")
+    assert (code, [row["name"] for row in rows]) == (0, ["a-step-1", "b-step-1"])
+    assert registry.all() == []
