@@ -8,6 +8,7 @@ from slipstream.cli import main
 from slipstream.service.deployments.registry import Registry
 
 from .made import deployment
+from .test_api import paused
 
 
 @pytest.fixture
@@ -39,3 +40,18 @@ def test_undeploy_with_an_unknown_name_ends_nothing(ask, place):
     code, rows = ask("undeploy", "a-step-1", "b-step-1", "a-step-1")
     assert (code, [row["name"] for row in rows]) == (0, ["a-step-1", "b-step-1"])
     assert registry.all() == []
+
+
+def test_cancel_takes_several_runs_and_with_an_unknown_one_cancels_none(ask, place):
+    first, second, third = (paused(place, name) for name in ("first", "second", "third"))
+    code, answer = ask("cancel", first, "nothing")
+    assert (code, "'nothing'" in answer["message"]) == (2, True)
+    assert place.record(first).state == "queued"
+    code, row = ask("cancel", first)
+    assert (code, row["id"], row["cancelled"]) == (0, first, True)
+    code, rows = ask("cancel", first, place.folder_of(second), third)
+    assert (code, [(row["id"], row["cancelled"]) for row in rows]) == (
+        0,
+        [(first, False), (second, True), (third, True)],
+    )
+    assert {place.record(name).state for name in (first, second, third)} == {"cancelled"}
