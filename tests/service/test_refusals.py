@@ -7,6 +7,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.service.deployments.registry import Registry
 
+from .conftest import GRPO
 from .made import deployment
 from .test_api import paused
 
@@ -55,3 +56,13 @@ def test_cancel_takes_several_runs_and_with_an_unknown_one_cancels_none(ask, pla
         [(first, False), (second, True), (third, True)],
     )
     assert {place.record(name).state for name in (first, second, third)} == {"cancelled"}
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+@pytest.mark.parametrize("to", ["local", "slurm", "ray"])
+def test_a_secret_is_refused_by_its_setting_also_in_a_dry_run(ask, place, to, options):
+    place.template = GRPO
+    setting = ("--environment.settings", '{inner = {api_key = "hunter2-x"}}')
+    code, answer = ask("submit", place.run_file(), "--to", to, *options, *setting)
+    assert (code, answer["message"].partition(":")[0]) == (2, "environment.settings.inner.api_key")
+    assert "hunter2" not in str(answer)
