@@ -47,6 +47,7 @@ def serve(
 
         token = make(store, new_token)
         print_json({"user": new_token, "token": token}) if json else tell(token)
+        tell("each request needs a token from now on, also to a running service", file=sys.stderr)
         return 0
     try:
         from slipstream.service.api import serve as run
