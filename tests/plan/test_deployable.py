@@ -224,7 +224,8 @@ def test_a_name_that_is_nowhere_is_told_at_once(place, monkeypatch, capsys, name
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     began = time.monotonic()
-    for command in (["plan", "sft.toml", "--model.path", named], ["chat", named, "--message", "x"]):
+    plan = ["plan", "sft.toml", "--model.path", named]
+    for command in (plan, ["chat", named, "--message", "x"], ["models", named]):
         with pytest.raises(SystemExit) as ended:
             main(command)
         said = capsys.readouterr().err
