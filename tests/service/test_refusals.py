@@ -66,3 +66,14 @@ def test_a_secret_is_refused_by_its_setting_also_in_a_dry_run(ask, place, to, op
     code, answer = ask("submit", place.run_file(), "--to", to, *options, *setting)
     assert (code, answer["message"].partition(":")[0]) == (2, "environment.settings.inner.api_key")
     assert "hunter2" not in str(answer)
+
+
+def test_a_state_folder_without_room_for_the_database_is_named(ask, place, monkeypatch):
+    monkeypatch.delenv("SLIPSTREAM_DATABASE", raising=False)
+    (place.folder / "state/index.sqlite").mkdir()
+    code, answer = ask("serve", "--port", 0)
+    assert (code, str(place.folder / "state") in answer["message"]) == (2, True)
+    assert "SLIPSTREAM_DATABASE" not in answer["message"]
+    monkeypatch.setenv("SLIPSTREAM_DATABASE", "sqlite:////nowhere/index.sqlite")
+    code, answer = ask("serve", "--port", 0)
+    assert (code, answer["message"].rpartition(": ")[2]) == (2, "look at SLIPSTREAM_DATABASE")
