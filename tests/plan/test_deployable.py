@@ -126,8 +126,9 @@ def test_an_adapter_brings_its_base(place, tmp_path):
     assert other.model.endswith("whole/checkpoints/step-000002/weights")
     lost = shutil.copytree(weights, tmp_path / "lost")
     content = json.loads((lost / "adapter_config.json").read_text())
-    for base, said in (("/gone", "belongs to the model /gone, which is not there: name it with --base"),
-                       ("", "does not say which model it belongs to: name it with --base")):  # fmt: skip
+    # deploy, eval and export have no --base
+    for base, said in (("/gone", "belongs to the model /gone, which is not there: put it there again, or give --base"),
+                       ("", "does not say which model it belongs to: write base_model_name_or_path")):  # fmt: skip
         (lost / "adapter_config.json").write_text(json.dumps(content | {"base_model_name_or_path": base}))
         with pytest.raises(ConfigError, match=said):
             find_deployable(str(lost))
@@ -223,7 +224,8 @@ def test_a_name_that_is_nowhere_is_told_at_once(place, monkeypatch, capsys, name
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     began = time.monotonic()
-    for command in (["plan", "sft.toml", "--model.path", named], ["chat", named, "--message", "x"]):
+    plan = ["plan", "sft.toml", "--model.path", named]
+    for command in (plan, ["chat", named, "--message", "x"], ["models", named]):
         with pytest.raises(SystemExit) as ended:
             main(command)
         said = capsys.readouterr().err

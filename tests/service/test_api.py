@@ -120,6 +120,18 @@ def test_without_tokens_no_other_machine_is_served(place):
     assert (done.returncode, json.loads(done.stdout)["error"]) == (2, "ConfigError")
 
 
+def test_the_first_token_closes_a_running_service(place, capsys):
+    with place.serve() as service:
+        assert service.client.get("/v1/runs").status_code == 200
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "--new-token", "alice"])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, "also to a running service" in err) == (0, True)
+        for headers, status in (({}, 401), ({"Authorization": "Bearer wrong"}, 401),
+                                ({"Authorization": f"Bearer {out.strip()}"}, 200)):  # fmt: skip
+            assert service.client.get("/v1/runs", headers=headers).status_code == status
+
+
 @needs_root
 def test_without_tokens_another_user_of_this_machine_is_refused(place):
     with place.serve() as service:

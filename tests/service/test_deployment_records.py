@@ -135,6 +135,20 @@ def test_the_address_is_chosen_before_the_first_deployment(there):
     there.listen("0.0.0.0", 1234)
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        (None, 99999, "--port 99999 is no port"),
+        (None, -1, "--port -1 is no port"),
+        ("no such host", None, "no address"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_before_a_deployment_is_made(there, host, port, said):
+    with pytest.raises(ConfigError, match=said):
+        there.listen(host, port)
+    assert Registry(Store()).listening().port is None
+
+
 def test_a_server_gets_the_gpu_with_the_most_free_memory(there, monkeypatch):
     gpus = [ShownPlace(f"GPU-{n}", "a", 80.0, free, (), ()) for n, free in enumerate((10.0, 70.0, 40.0))]
     monkeypatch.setattr(LocalRuns, "places", lambda self: gpus)

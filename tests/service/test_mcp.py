@@ -72,6 +72,16 @@ def test_a_run_without_a_checkpoint_is_not_deployed(place):
     used(work)
 
 
+def test_status_without_a_name_shows_all_runs(place):
+    names = [paused(place, name, owner="") for name in ("first", "second")]
+
+    async def work(client, _):
+        assert [run["id"] for run in (await client.ask("status"))["runs"]] == names
+        assert (await client.ask("status", run=names[0]))["state"] == "queued"
+
+    used(work)
+
+
 @pytest.mark.service
 @pytest.mark.engine
 def test_a_client_deploys(place, monkeypatch, tmp_path_factory):

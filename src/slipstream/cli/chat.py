@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from slipstream.cli.commands import TrustRemoteCode
 from slipstream.cli.output import Json, print_json, tell
+from slipstream.config.addresses import check_port
 from slipstream.errors import ConfigError, DataError
 from slipstream.progress import printable
 
@@ -247,8 +248,7 @@ def serve_model(
         max_num_seqs: Maximum concurrent requests; default: 16 on a CPU, 256 on a GPU.
         json: Print the address as one line of JSON.
     """
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
+    check_port(port)
     if max_num_seqs is not None and max_num_seqs < 1:
         raise ConfigError(f"--max-num-seqs {max_num_seqs} answers nobody: use 1 or more")
     from slipstream.commands.chat import chat_tokenizer

@@ -72,13 +72,16 @@ def deploy(
 def undeploy(
     *names: Annotated[str, Parameter(help="Names of deployments; see slipstream deployments.")], json: Json = False
 ) -> int:
-    """End deployments: new requests are refused at once, and those under way are answered."""
+    """End deployments: new requests are refused at once, and those under way are answered.
+
+    With an unknown name none ends.
+    """
     from slipstream.service.deployments.deployments import deployments_here
 
     if not names:
         raise ConfigError("name a deployment: slipstream deployments lists them")
     there = deployments_here()
-    ended = [there.undeploy(name) for name in names]
+    ended = [there.undeploy(each.name) for each in [there.one(name) for name in dict.fromkeys(names)]]
     until = time.monotonic() + _END_S
     while time.monotonic() < until and {each.name for each in there.all() if each.state == "undeploying"} & {*names}:
         time.sleep(_POLL_S)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NoReturn
 from cyclopts import Parameter
 
 from slipstream.cli.commands import TrustRemoteCode
+from slipstream.config.addresses import check_port
 from slipstream.errors import ConfigError
 
 
@@ -46,8 +47,7 @@ def engine(
     for name, number in (("tensor-parallel", tensor_parallel), ("data-parallel", data_parallel)):
         if number < 1:
             raise ConfigError(f"--{name} {number} is no number of copies: use 1 or more")
-    if not 0 <= port <= 65_535:
-        raise ConfigError(f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
+    check_port(port)
     if memory is not None and memory <= 0:
         raise ConfigError(f"--memory {memory:g} holds no KV cache: use more than 0")
     where = control.rpartition(":")

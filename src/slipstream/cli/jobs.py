@@ -114,13 +114,23 @@ def logs(
     return 0
 
 
-def cancel(run: Annotated[Path, Parameter(help="Name or folder of the run.")], /, *, json: Json = False) -> int:
-    """Cancel a submitted run: it gets SIGTERM, saves a checkpoint if there is time, and ends."""
+def cancel(
+    run: Annotated[Path, Parameter(help="Name or folder of the run.")],
+    /,
+    *others: Annotated[Path, Parameter(help="Further runs; --json then prints a list.")],
+    json: Json = False,
+) -> int:
+    """Cancel submitted runs: each gets SIGTERM, saves a checkpoint if there is time, and ends.
+
+    With an unknown run none is cancelled.
+    """
     queue = queued_runs()
-    had_ended = queue.one(str(run)).has_ended
-    now = queue.cancel(str(run))
+    had_ended = {str(each): queue.one(str(each)).has_ended for each in (run, *others)}
+    now = [(queue.cancel(name), is_late) for name, is_late in had_ended.items()]
     if json:
-        print_json({**as_values(now), "cancelled": not had_ended})
-    else:
-        tell(f"{now.id} has ended already: {now.state}" if had_ended else f"cancelled: {now.id}")
+        rows = [{**as_values(each), "cancelled": not is_late} for each, is_late in now]
+        print_json(rows if others else rows[0])
+        return 0
+    for each, is_late in now:
+        tell(f"{each.id} has ended already: {each.state}" if is_late else f"cancelled: {each.id}")
     return 0

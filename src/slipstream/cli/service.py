@@ -47,6 +47,7 @@ def serve(
 
         token = make(store, new_token)
         print_json({"user": new_token, "token": token}) if json else tell(token)
+        tell("each request needs a token from now on, also to a running service", file=sys.stderr)
         return 0
     try:
         from slipstream.service.api import serve as run
@@ -141,7 +142,8 @@ def submit_to(
     store: str = "",
 ) -> int:
     """Queue a run, and follow it if asked to; the exit code of the command."""
-    from slipstream.config import load_config
+    from slipstream.config import dump_given, load_config
+    from slipstream.runlog.redaction import refuse_secrets
     from slipstream.service.preflight import implied_by, launched_by
     from slipstream.view.text import as_duration
 
@@ -150,6 +152,7 @@ def submit_to(
     if asked.nodes not in (None, loaded.config.cluster.nodes):
         found = loaded.config.cluster.nodes
         raise ConfigError(f"cluster.nodes = {found} contradicts --nodes {asked.nodes}: leave one of them out")
+    refuse_secrets(dump_given(loaded))
     if not is_remote():
         from slipstream.service.dotenv_file import secrets_of
 

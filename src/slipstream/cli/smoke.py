@@ -124,7 +124,9 @@ def models(
     found, architecture = list(FAMILIES), ""
     if model is not None:
         from slipstream.plan.measure import read_model
+        from slipstream.plan.preflight.model_folder import check_there
 
+        check_there(model)
         architecture = read_model(model).architecture or "a class of its own"
         family = family_of(architecture)
         found = [family or Family("-", architecture, "not tried", "not tried", sft_step="not tried")]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from slipstream.config.addresses import check_port
 from slipstream.data.chat_template import ChatTokenizer
 from slipstream.errors import ConfigError
 from slipstream.inference.openai_server import become_server
@@ -106,16 +107,23 @@ def _check_host(host: str, api_key: str) -> None:
 
 def is_loopback(host: str) -> bool:
     """Whether all addresses that `host` resolves to are loopback addresses."""
+    found = {address for _, address in _resolved(host)}
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def _resolved(host: str) -> list[tuple[int, str]]:
+    """Families and addresses of `host`."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host or "0.0.0.0", None)}
+        found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--host {host} is no address of this machine ({error}): use 127.0.0.1") from error
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+    return [(entry[0], str(entry[4][0])) for entry in found]
 
 
 def free_port(host: str, port: int = 0) -> int:
     """`port`, or any free one for 0. Raises ConfigError when nothing can listen there."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    check_port(port)
+    family, _ = _resolved(host)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -55,6 +55,12 @@ def hub_reference(text: str) -> HubReference | None:
     return HubReference(text, found[1], found[2])
 
 
+def check_port(port: int) -> None:
+    """Raises ConfigError for an impossible port."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is no port: use 1 to 65535, or 0 for a free one")
+
+
 def is_address(text: str) -> bool:
     """Whether a setting is meant as an address and not as a path."""
     return "://" in text or text.startswith("s3:")

@@ -180,7 +180,10 @@ def base_folder(adapter: Path, named: str | None = None) -> Path:
     config, run = read_adapter_config(adapter), run_settings(adapter)
     base = named or config.base
     if not base:
-        raise ConfigError(f"the adapter in {adapter} does not say which model it belongs to: name it with --base")
+        raise ConfigError(
+            f"the adapter in {adapter} does not say which model it belongs to: write base_model_name_or_path into its "
+            "adapter_config.json, or give --base to slipstream chat or serve-model"
+        )
     # Adapters of older versions name no commit, and their run does.
     recorded = run.get("model.revision") if run.get("model.path") == config.base else None
     try:
@@ -188,7 +191,7 @@ def base_folder(adapter: Path, named: str | None = None) -> Path:
     except ConfigError as error:
         raise ConfigError(
             f"the adapter in {adapter} belongs to the model {base}{f' at {config.revision}' if config.revision else ''}"
-            ", which is not there: name it with --base"
+            ", which is not there: put it there again, or give --base to slipstream chat or serve-model"
         ) from error
     if named is None:
         check_base(adapter, folder)

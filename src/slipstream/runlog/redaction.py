@@ -174,6 +174,22 @@ def redact_toml(toml: str) -> tuple[str, set[str]]:
     return toml, secrets
 
 
+def refuse_secrets(toml: str) -> None:
+    """Raise ConfigError with the names of all settings with a secret."""
+    if found := [name for table in (tomllib.loads(toml), *_commented(toml)) for name in _secret_settings(table)]:
+        raise ConfigError(
+            f"{', '.join(dict.fromkeys(found))}: a secret is stored nowhere, so name a variable in "
+            "environment.variables, and export it"
+        )
+
+
+def _secret_settings(table: Mapping[str, object], before: str = "") -> Iterator[str]:
+    for key, item in table.items():
+        if secrets_of({key: item}):
+            inner = cast(Mapping[str, object], item) if isinstance(item, Mapping) else {}
+            yield from [*_secret_settings(inner, f"{before}{key}.")] or [before + key]
+
+
 def _commented(toml: str) -> Iterator[dict[str, object]]:
     """Settings in comments, as `dump_resolved` writes those without an effect."""
     for line in toml.splitlines():

@@ -37,7 +37,7 @@ def tokens_of(store: Store) -> dict[str, str]:
 
 
 def new_token(store: Store, user: str) -> str:
-    """Make a token for a user. An earlier one ends."""
+    """Make a token for a user. An earlier one ends. A running service needs tokens from its next request on."""
     if name_from(user) != user:
         raise ConfigError(f"{user!r} is no name of a user: use letters, digits, '.', '_' and '-'")
     token = secrets.token_urlsafe(_TOKEN_BYTES)
@@ -61,12 +61,13 @@ class Access:
         app: Callable[..., Awaitable[None]],
         store: Store,
         owner: str,
-        needs_token: bool,
+        needs_token: bool | None,
         *,
         key: str = "",
         max_body: int = MAX_BODY,
     ) -> None:
-        """`owner`: this Unix user, by whom a holder of `key` is taken, too."""
+        """`owner`: this Unix user, by whom a holder of `key` is taken, too. `needs_token` is None: as soon as there are
+        tokens."""
         self._app, self._store, self._owner, self._needs_token = app, store, owner, needs_token
         self._key, self._max_body = key, max_body
 
@@ -75,12 +76,13 @@ class Access:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        user = self._user(scope, headers)
-        if user is None and self._needs_token:
+        needs_token = bool(tokens_of(self._store)) if self._needs_token is None else self._needs_token
+        user = self._user(scope, headers, needs_token)
+        if user is None and needs_token:
             return await _refuse(send, 401, "the token is missing or wrong", [(b"www-authenticate", b"Basic")])
         if user is None:
             return await _refuse(send, 403, "this service answers its own user on this machine alone")
-        if not self._needs_token and not names_this_machine(headers.get(b"host", "localhost")):
+        if not needs_token and not names_this_machine(headers.get(b"host", "localhost")):
             return await _refuse(send, 421, "without tokens this service answers to 127.0.0.1 and localhost alone")
         if scope["method"] not in ("GET", "HEAD"):
             size = headers.get(b"content-length", "")
@@ -92,11 +94,11 @@ class Access:
                 return await _refuse(send, 413, f"the request has more than {self._max_body} bytes")
         return await self._app({**scope, "user": user}, receive, send)
 
-    def _user(self, scope: dict[str, Any], headers: dict[bytes, str]) -> str | None:
+    def _user(self, scope: dict[str, Any], headers: dict[bytes, str], needs_token: bool) -> str | None:
         token = _given_token(headers.get(b"authorization", ""))
         if token and (user := self._user_of(token)) is not None:
             return user
-        if self._needs_token:
+        if needs_token:
             return None
         return self._owner if _peer_uid(scope.get("client"), scope.get("server")) in (os.geteuid(), 0) else None
 

@@ -170,7 +170,7 @@ def make_app(store: Store, index: Index, folder: Path, *, needs_token: bool) -> 
         return _places(store, index, str(request.scope["user"]))
 
     app.include_router(page_routes(runs_of, deployments_of, places_of, submit_text))
-    return Access(app, store, unix_user(), needs_token)
+    return Access(app, store, unix_user(), needs_token or None)
 
 
 def _asked(given: dict[str, Any]) -> Asked:

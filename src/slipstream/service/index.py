@@ -48,9 +48,10 @@ class Index:
             self._engine = sa.create_engine(url or f"sqlite:///{store.root / 'index.sqlite'}", pool_pre_ping=True)
             _TABLES.create_all(self._engine)
         except (SQLAlchemyError, ImportError) as error:
-            shown = hide_userinfo(url) or store.root
             reason = hide_userinfo(str(error).partition("\n")[0])
-            raise ConfigError(f"the database {shown} cannot be used ({reason}): look at {DATABASE}") from None
+            named = f"the database {hide_userinfo(url)}" if url else f"the service's database in {store.root}"
+            remedy = DATABASE if url else "the disk and the rights of this folder"
+            raise ConfigError(f"{named} cannot be used ({reason}): look at {remedy}") from None
 
     def refresh(self) -> None:
         """Bring the index up to the folders."""

@@ -51,10 +51,13 @@ class Tools:
         """Queue a run of a run file (TOML); the answer has its id. overrides: --section.key, value, or options."""
         return _command("submit", run_file, *overrides)
 
-    def status(self, run: str) -> dict[str, Any]:
-        """Show a run: state, step, attempts, estimate, and after its end all measured figures."""
+    def status(self, run: str | None = None) -> dict[str, Any]:
+        """Show a run: state, step, attempts, estimate, and after its end all measured figures. Without a name it
+        shows all of them, in the field `runs`."""
         with _explained():
             self._queue.keep_going()
+            if run is None:
+                return {"runs": msgspec.to_builtins(self._queue.all())}
             return msgspec.to_builtins(self._queue.one(run))
 
     def logs(self, run: str, offset: int = -1) -> dict[str, Any]:

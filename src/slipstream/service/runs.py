@@ -12,16 +12,16 @@ import msgspec
 
 from slipstream.artifacts.facts import STORE_VARIABLE
 from slipstream.config import Loaded
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.plan.times import Estimate
 from slipstream.regular_files import open_regular
 from slipstream.service.checkpoints import ShownCheckpoint, list_checkpoints
 from slipstream.service.dispatch import tick
 from slipstream.service.ending import exit_since, heartbeat_since
 from slipstream.service.providers import Providers, all_providers
-from slipstream.service.records import ACTIVE, NO_OPTIONS, Actual, Asked, Attempt, Record
+from slipstream.service.records import ACTIVE, NO_OPTIONS, Actual, Asked, Attempt, Need, Record
 from slipstream.service.store import OUTPUT, Store, name_from
-from slipstream.service.submission import submit
+from slipstream.service.submission import submit, unix_user
 
 MAX_CHUNK = 1 << 16
 """Most bytes of one piece of a log."""
@@ -109,11 +109,11 @@ class Runs(Protocol):
         ...
 
     def all(self) -> list[Shown]:
-        """All runs, in the order of submission."""
+        """All runs, in the order of submission, and then damaged ones: their record cannot be read."""
         ...
 
     def one(self, name: str) -> Shown:
-        """A run. Raises NoSuchRun."""
+        """A run. Raises NoSuchRun, and DataError for a damaged record."""
         ...
 
     def log(self, name: str, offset: int) -> Chunk:
@@ -187,7 +187,11 @@ class LocalRuns:
 
     def all(self) -> list[Shown]:
         """See `Runs`."""
-        return [shown(*each) for each in self._records() if not self._owner or each[1].owner == self._owner]
+        records = self._records()
+        found = [shown(*each) for each in records if not self._owner or each[1].owner == self._owner]
+        if self._sees_damage:
+            found += [_damaged(*each) for each in self._store.damaged({record.id for _, record in records})]
+        return found
 
     def one(self, name: str) -> Shown:
         """See `Runs`."""
@@ -258,13 +262,23 @@ class LocalRuns:
         tick(self._store, self._providers)
 
     def _find(self, name: str) -> tuple[Path, Record]:
-        with contextlib.suppress(SlipstreamError, OSError, ValueError):  # a long name, a zero byte
+        with contextlib.suppress(ConfigError, OSError, ValueError):  # a long name, a zero byte
             # A service takes no paths: a folder could be anybody's.
             if not self._is_service or self._store.folder_of(name) is not None:
-                folder, record = self._store.find(name)
-                if not self._owner or record.owner == self._owner:
-                    return folder, record
+                try:
+                    folder, record = self._store.find(name)
+                except DataError:
+                    if self._sees_damage:
+                        raise
+                else:
+                    if not self._owner or record.owner == self._owner:
+                        return folder, record
         raise NoSuchRun(f"there is no run {name!r} in the queue: slipstream status lists them")
+
+    @property
+    def _sees_damage(self) -> bool:
+        """A damaged record has no owner, so this Unix user alone sees it."""
+        return self._owner in ("", unix_user())
 
 
 def _places(record: Record) -> tuple[str, ...]:
@@ -272,6 +286,12 @@ def _places(record: Record) -> tuple[str, ...]:
     if record.state not in ACTIVE or record.leases:
         return tuple(lease.place for lease in record.leases)
     return record.attempts[-1].places
+
+
+def _damaged(name: str, folder: Path, damage: DataError) -> Shown:
+    """A run without a readable record."""
+    record = Record(name, "", "", 0.0, "", "", "", 0, 0.0, Need(0), Estimate("", 0, 0.0), reason=str(damage))
+    return msgspec.structs.replace(shown(folder, record), state="damaged", to="")
 
 
 def shown(folder: Path, record: Record) -> Shown:

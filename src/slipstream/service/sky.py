@@ -23,7 +23,7 @@ from slipstream.clusters import sky_offers
 from slipstream.config import Loaded, dump_given
 from slipstream.errors import ConfigError
 from slipstream.processes.temporary import temporary
-from slipstream.runlog.redaction import redact_toml
+from slipstream.runlog.redaction import refuse_secrets
 from slipstream.service import bundles
 from slipstream.service.records import Asked
 from slipstream.service.store import name_from
@@ -61,8 +61,7 @@ def task_of(loaded: Loaded, name: str, asked: Asked, store: str) -> str:
         raise ConfigError("run.folder is on the rented machine: leave it out")
     name = name_from(name)
     settings, files = bundles.pack(dump_given(loaded))
-    if redact_toml(settings)[1]:
-        raise ConfigError("the settings hold a secret: name a variable in environment.variables")
+    refuse_secrets(settings)
     accelerators = f"{asked.kind}:{asked.gpus_per_node or 1}" if asked.kind else None
     resources: dict[str, Any] = {"accelerators": accelerators} if accelerators else {"cpus": "4+"}
     resources |= {"infra": asked.infra} if asked.infra else {}

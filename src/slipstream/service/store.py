@@ -11,13 +11,13 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 
 import msgspec
 
 from slipstream.config.addresses import RUN_NAME
-from slipstream.errors import ConfigError, DeadlineError
+from slipstream.errors import ConfigError, DataError, DeadlineError, SlipstreamError
 from slipstream.processes.files import open_own, write_whole
 from slipstream.runlog.files import LINKS, SERVICE_FOLDER, link_target, read_record, require_own, state_folder, try_lock
 from slipstream.service.records import Record, step
@@ -35,8 +35,11 @@ def name_from(text: str) -> str:
 
 
 def record_of(folder: Path) -> Record | None:
-    """The record in a run folder; None if the run was not submitted to the queue."""
-    return read_record(folder / _RECORD, Record)
+    """The record in a run folder; None if the run was not submitted. Raises DataError for a damaged one."""
+    try:
+        return read_record(folder / _RECORD, Record)
+    except DataError as error:
+        raise DataError(f"{error}, and the run leaves the queue; all its other files stay") from error
 
 
 def update(folder: Path, change: Callable[[Record], Record]) -> Record:
@@ -83,7 +86,7 @@ class Store:
         return link_target(self._links / name)
 
     def find(self, run: str | Path) -> tuple[Path, Record]:
-        """A run by its name or folder. Raises ConfigError."""
+        """A run by its name or folder. Raises ConfigError, and DataError for a damaged record."""
         for folder in (self.folder_of(str(run)), Path(run).absolute()):
             if folder is not None and (record := record_of(folder)) is not None:
                 return folder, record
@@ -95,13 +98,26 @@ class Store:
         return {name: folder for name in names if (folder := self.folder_of(name)) is not None}
 
     def records(self) -> list[tuple[Path, Record]]:
-        """All readable runs, in the order of submission. A removed folder is left out."""
+        """All readable runs, in the order of submission. A removed folder is left out, and a damaged record."""
         found: list[tuple[Path, Record]] = []
         for name, folder in self.all().items():
-            with contextlib.suppress(ConfigError, OSError):
+            with contextlib.suppress(SlipstreamError, OSError):
                 if (record := record_of(folder)) is not None and record.id == name:
                     found.append((folder, record))
         return sorted(found, key=lambda each: (each[1].submitted, each[1].id))
+
+    def damaged(self, known: Collection[str]) -> list[tuple[str, Path, DataError]]:
+        """Names and folders of runs with a damaged record, and its damage; `known` are readable."""
+        found: list[tuple[str, Path, DataError]] = []
+        for name, folder in self.all().items():
+            try:
+                if name not in known:
+                    record_of(folder)
+            except DataError as error:
+                found.append((name, folder, error))
+            except OSError:
+                continue
+        return found
 
     @contextlib.contextmanager
     def dispatching(self) -> Generator[None]:

@@ -24,7 +24,7 @@ from slipstream.plan.times import SHARED_TIMES, Estimate, corrected, first_start
 from slipstream.processes.files import write_whole
 from slipstream.runlog import holds_run, refuse_used
 from slipstream.runlog.files import SERVICE_FOLDER
-from slipstream.runlog.redaction import redact_toml
+from slipstream.runlog.redaction import refuse_secrets
 from slipstream.service.figures import gpu_hour_price
 from slipstream.service.preflight import Preflight, implied_by
 from slipstream.service.records import NO_OPTIONS, Asked, Record
@@ -71,8 +71,7 @@ def submit(
         if loaded.origins.get(path) == LAUNCHER:
             loaded.origins[path] = DEFAULT
     text = dump_given(loaded)
-    if redact_toml(text)[1]:
-        raise ConfigError("the settings hold a secret: name a variable in environment.variables, and export it")
+    refuse_secrets(text)
     (folder / SERVICE_FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         write_whole(folder / RUN_FILE, text.encode())

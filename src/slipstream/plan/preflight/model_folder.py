@@ -35,8 +35,7 @@ def find_model(model: ModelConfig, *, weights: bool) -> ModelConfig:
                 f'model.revision = "{model.revision}" is of a hub id, and "{folder}" is a folder: remove it'
             )
         return model
-    _refuse_missing(folder)
-    check_hub_id(model.path)
+    check_there(model.path)
     from slipstream.trainer.model.loading import resolve_folder
 
     snapshot = resolve_folder(model.path, model.revision, weights=weights)
@@ -157,6 +156,13 @@ def _refuse_missing(folder: Path) -> None:
                 f'model.path = "{folder}" does not exist, and {folder.parent}/ does: correct the name, or make the '
                 "model first (a hub id must not begin with the name of a folder that is here)"
             )
+
+
+def check_there(path: str) -> None:
+    """Raise `ConfigError` for neither a folder nor a model of the hub."""
+    if not Path(path).is_dir():
+        _refuse_missing(Path(path))
+        check_hub_id(path)
 
 
 def check_hub_id(name: str) -> None:

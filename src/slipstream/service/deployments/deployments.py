@@ -146,9 +146,12 @@ class LocalDeployments:
         return self._registry.root / "key"
 
     def listen(self, host: str | None, port: int | None) -> None:
-        """Choose the address before the first deployment. Raises ConfigError for another one than there is."""
+        """Choose the address before the first deployment. Raises ConfigError for another one than there is,
+        and for one without a free port."""
         if host is None and port is None:
             return
+        from slipstream.commands.serve import free_port
+
         with self._registry.locked():
             now = self._registry.listening()
             if self._registry.has_host():
@@ -158,6 +161,7 @@ class LocalDeployments:
                         f"{url_of(now.host, now.port or 0)}: undeploy all first, or leave both out"
                     )
                 return
+            free_port(host or now.host, port or 0)
             self._registry.put_listening(Listening(host or now.host, now.port if port is None else port))
 
     def keep_going(self) -> None:
