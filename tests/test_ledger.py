@@ -1,5 +1,7 @@
 """The ledger: every group ends once, and what an attempt has finished is used by the next where it may be."""
 
+import os
+import sqlite3
 import stat
 
 import pytest
@@ -219,6 +221,16 @@ def test_a_crash_before_the_first_line_leaves_nothing_in_the_way(tmp_path):
     made = ledger(tmp_path)
     made.begin("0.0")
     assert balance(tmp_path).num_open == 1
+
+
+def test_a_ledger_in_a_folder_that_cannot_be_written_is_read(tmp_path, monkeypatch):
+    crashed(tmp_path, ready=["0.0"])
+    ledger(tmp_path, 1).close(0)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    opened, connect = [], sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda place, **how: opened.append(place) or connect(place, **how))
+    assert balance(tmp_path).num_begun == 2
+    assert all("immutable=1" in place for place in opened)
 
 
 def test_a_file_that_is_no_ledger_and_a_full_disk_are_one_sentence(tmp_path):

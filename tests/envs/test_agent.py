@@ -84,6 +84,12 @@ async def test_a_callable_is_read_and_not_run_before_the_setup(file):
     await apart.close()
 
 
+async def test_a_generator_is_no_agent(file):
+    file.write_text("def solve(task, address):\n    yield 'never'\n")
+    with pytest.raises(ConfigError, match="callable solve is a generator: return the result"):
+        await environment(file, callable="FILE:solve", path=str(file.with_suffix(".jsonl")), reward="exact").setup()
+
+
 def test_results_and_rewards(file):
     plain = environment(file, tasks="FILE:tasks", callable="FILE:solve", reward="FILE:by_result")
     assert [task.prompt[0].content for task in plain.tasks("eval", 2)] == ["eval 0", "eval 1"]

@@ -246,14 +246,15 @@ def _gain_line(folder: Path) -> str:
 
 def _loss_line(folder: Path) -> str:
     """The loss of held-out rows, or the share of their pairs in the right order, before and after."""
-    from slipstream.runlog import read_metrics
+    from slipstream.runlog import read_metrics, read_settings
 
     rows = [row for row in read_metrics(folder) if row.get("eval/loss") is not None]
     first, last, pairs = rows[0], rows[-1], "eval/preference_accuracy"
     if pairs in last:
         text, before = f"eval pairs: {last[pairs]:.1%} in the right order", f"{first[pairs]:.1%}"
     else:
-        text, before = f"eval loss:  {last['eval/loss']:.4f} nats a token", f"{first['eval/loss']:.4f}"
+        unit = "" if "preferences.loss" in read_settings(folder) else " nats a token"
+        text, before = f"eval loss:  {last['eval/loss']:.4f}{unit}", f"{first['eval/loss']:.4f}"
     return f"{text}, {before} at step {first['step']}" if len(rows) > 1 else text
 
 

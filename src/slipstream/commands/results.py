@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from slipstream.commands.evaluation_target import Target
 from slipstream.config import RunConfig
 from slipstream.config.environment import GradedText
 from slipstream.config.parse.keys import as_table
+from slipstream.errors import ConfigError
 from slipstream.orchestrator.evaluate import Evaluation, is_right, vote_of
 from slipstream.records import Rollout, SamplingParams, Task
 from slipstream.runlog.evaluations import KeptEvaluation, KeptSample, KeptTask, new_place, prompt_digest, refuse_taken
@@ -21,6 +23,8 @@ def place_of(target: Target, out: Path | None) -> Path | None:
     """The file to keep results in: `out`, or a new one in the folder of the weights' run; None if
     there is neither. Raises `ConfigError` if it cannot be made."""
     if out is None and target.run is not None:
+        if not os.access(target.run, os.W_OK):
+            raise ConfigError(f"{target.run} cannot be written to, and keeps the results: give --out FILE")
         return new_place(target.run)
     if out is not None:
         refuse_taken(out)

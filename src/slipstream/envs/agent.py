@@ -23,7 +23,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from inspect import isawaitable, iscoroutinefunction, signature
+from inspect import isasyncgenfunction, isawaitable, iscoroutinefunction, isgeneratorfunction, signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,7 +171,12 @@ class Agent(Environment):
     def _function(self) -> Callable[..., Any]:
         """Loaded only in the process of the episodes."""
         assert self._callable is not None
-        return function_in(*self._callable, "environment.settings.callable")
+        found = function_in(*self._callable, "environment.settings.callable")
+        if isgeneratorfunction(found) or isasyncgenfunction(found):
+            raise ConfigError(
+                f"environment.settings.callable {found.__name__} is a generator: return the result instead"
+            )
+        return found
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:

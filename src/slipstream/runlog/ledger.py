@@ -442,8 +442,11 @@ def _check_tables(data: sqlite3.Connection) -> None:
 
 
 def _read(path: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
+    # Without a place for its WAL, SQLite opens only an immutable file: one with nothing left in a WAL.
+    waits = path.with_name(f"{path.name}-wal").exists() or os.access(path.parent, os.W_OK)
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as data:
+        mode = "mode=ro" if waits else "mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as data:
             _check_tables(data)
             return data.execute(query, values).fetchall()
     except sqlite3.Error as error:

@@ -61,7 +61,11 @@ def assign_credit(
     be trained on, or if advantages are not finite."""
     usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
     if not usable:
-        raise TrainingError(f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on")
+        lost = (f"{name[8:]} {n:g}" for name, n in batch.metrics.items() if name.startswith("dropped/") and n)
+        raise TrainingError(
+            f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on (dropped: "
+            f"{', '.join(lost) or 'none'}): read the errors in samples.jsonl"
+        )
     rollouts = [batch.rollouts[i] for i in usable]
     numbers = {group: n for n, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}
     group_ids_S = torch.tensor([numbers[rollout.group_id] for rollout in rollouts])

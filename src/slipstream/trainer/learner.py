@@ -148,7 +148,7 @@ def add_gradients(
         # Around both passes: compiled layers require the same setting in the two.
         with deterministic_on_cpu(model.device):
             if micro is None:
-                # Referenced until its backward pass: this looks up its layout.
+                # Referenced until its backward pass, for its layout.
                 blank = dummy_micro_batch(model.device, model.context)
                 (objective.idle(model, blank, divisors).float().sum() * 0.0).backward()
                 continue

@@ -1,8 +1,9 @@
 """From sequences to micro-batches of tensors.
 
 Guarantees: every trainable token of every sequence appears exactly once. A sequence is never split. Tokens after the
-last trainable one influence no loss and are left out. Sequences of a micro-batch compute a shared prompt, or its common
-beginning, once if this is faster. The number of micro-batches changes rounding only: the step gives the divisors.
+last trainable one influence no loss and are left out. A prompt of several sequences in a micro-batch, or its common
+beginning, is computed once if this is faster. The number of micro-batches changes rounding only: the step gives the
+divisors.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ TRAINING_ITEMS = "training items"
 
 @dataclass(frozen=True)
 class Stock:
-    """What a run is about to start with."""
+    """Sources and versions of a run about to start."""
 
     sources: tuple[Source, ...]
     versions: dict[str, str]

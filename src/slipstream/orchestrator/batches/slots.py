@@ -63,7 +63,7 @@ class Slots:
         return max(0, needed + self.further - uncut) if needed > 0 else 0
 
     def release(self, version: int) -> None:
-        """The trainer has released `version`: the slots of the batches behind it are free."""
+        """The trainer has released `version`: the slots of its batches are free."""
         self._released = max(self._released, version)
 
     def is_in_time(self, version: int) -> bool:
@@ -113,7 +113,7 @@ class Slots:
         return sorted(chosen)
 
     def _leave_out(self) -> None:
-        """Give up the groups without a later batch."""
+        """Give up the groups too old for any later batch."""
         is_over = self.step == self.num_steps
         both = (self._running, self._finished)
         self.surplus = sorted(n for groups in both for n, last in groups.items() if is_over or last < self.step)
