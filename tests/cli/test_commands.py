@@ -547,3 +547,11 @@ def test_a_wished_stop_is_no_error(slipstream, monkeypatch, run_file):
     code, _, err = slipstream("train", run_file)
     assert code == 130
     assert err.startswith("stopped at step 9 of 16")
+
+
+def test_only_cross_entropy_is_in_nats_a_token(tmp_path):
+    rows = [{"time": 0.0, "lineage": 0, "step": step, "eval/loss": loss} for step, loss in ((0, 0.5), (2, 0.4))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert commands._loss_line(tmp_path) == "eval loss:  0.4000 nats a token, 0.5000 at step 0"
+    (tmp_path / "resolved.toml").write_text('[preferences]\nloss = "kto"\n')
+    assert commands._loss_line(tmp_path) == "eval loss:  0.4000, 0.5000 at step 0"

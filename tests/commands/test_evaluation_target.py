@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -139,3 +140,11 @@ def test_what_is_missing_is_said(place, tmp_path):
     write_whole(tmp_path / "resolved.toml", text.encode() + b'[environment.settings]\napi_key = "<redacted>"\n')
     with pytest.raises(ConfigError, match="without the secrets in it"):
         find_target(tmp_path, None, ())
+
+
+def test_a_run_that_cannot_be_written_is_refused_before_the_evaluation(place, monkeypatch):
+    target = find_target(place / "whole", None, (*ON, str(place / "task.py")))
+    assert place_of(target, None).parent == place / "whole/evaluations"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"whole cannot be written to, and keeps the results: give --out FILE"):
+        place_of(target, None)

@@ -236,8 +236,8 @@ def test_a_batch_of_failures_is_refused():
     batch = batch_of([1.0, 0.0, 1.0], 3)
     for rollout in batch.rollouts:
         rollout.outcome = "engine_error"
-    batch.metrics["dropped/engine_error"] = 3.0
-    told = r"none of the 3 rollouts of step 0 can be trained on \(dropped: engine_error 3\): read the errors in samples"
+    batch.dropped["reward_error"] = 2
+    told = r"no rollout of step 0 can be trained on \(2 by reward_error, 3 by engine_error\): read the errors"
     with pytest.raises(TrainingError, match=told):
         credit_of(batch)
 

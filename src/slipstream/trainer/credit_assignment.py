@@ -7,6 +7,7 @@ advantages are the stream `advantages` of sequences: it takes precedence over th
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,10 +62,11 @@ def assign_credit(
     be trained on, or if advantages are not finite."""
     usable = [i for i, rollout in enumerate(batch.rollouts) if rollout.outcome in records.TRAINABLE_OUTCOMES]
     if not usable:
-        lost = (f"{name[8:]} {n:g}" for name, n in batch.metrics.items() if name.startswith("dropped/") and n)
+        lost = Counter(batch.dropped) + Counter(str(rollout.outcome) for rollout in batch.rollouts)
+        listed = ", ".join(f"{number} by {outcome}" for outcome, number in lost.items())
         raise TrainingError(
-            f"none of the {len(batch.rollouts)} rollouts of step {batch.step} can be trained on (dropped: "
-            f"{', '.join(lost) or 'none'}): read the errors in samples.jsonl"
+            f"no rollout of step {batch.step} can be trained on ({listed or 'there is none'}): read the errors in "
+            "samples.jsonl"
         )
     rollouts = [batch.rollouts[i] for i in usable]
     numbers = {group: n for n, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))}

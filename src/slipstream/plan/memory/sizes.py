@@ -169,8 +169,8 @@ def layer_elements(model: ModelFacts, *, compiled: bool = False, selective: bool
 
 
 def masked_elements(model: ModelFacts, dtype: str) -> int:
-    """A layer's further elements for a token if a GPU's attention has a mask: q, k and v padded, with as many heads of
-    keys and values as of queries, in the place of its own, the output padded too, and the scores' log-sum-exp."""
+    """A layer's further elements for a token if a GPU's attention has a mask. Padded q, k and v, each with all query
+    heads, replace its own. The output is padded, too, and the scores' log-sum-exp is kept."""
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     return 3 * queries - keys + 4 // BYTES_OF[dtype] * model.num_heads
 
