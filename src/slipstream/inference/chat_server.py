@@ -1,9 +1,9 @@
 """`ChatServer`: a model at any OpenAI-compatible address, asked with messages (`/chat/completions`).
 
-It takes the place of an engine if only texts count, as in an evaluation. A conversation reaches it as the tokens of
-`MessageTokens`, which are bytes, and so does its reply leave it. Neither has the model's tokens: nothing here can be
-trained on. Guarantees: at most `concurrency` requests run at once; `openai_client` repeats a request until its own
-deadline; an abandoned request is an aborted completion with its reason, and is counted.
+It takes the place of an engine if only texts count, as in an evaluation. Conversations and replies are tokens of
+`MessageTokens`: bytes instead of the model's tokens. So nothing here can be trained on. Guarantees: at most
+`concurrency` requests run at once; `openai_client` repeats a request until its own deadline; an abandoned request is
+an aborted completion with its reason, and is counted.
 """
 
 from __future__ import annotations
