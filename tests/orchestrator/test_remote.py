@@ -132,7 +132,7 @@ def test_answers_are_those_of_the_executor(sides):
     caller = sides.serve(executor_of(Engine(), versions, probe=probe, evaluate=evaluated, teacher_digest="t"))
     applied = caller.call(commands.Apply(TICKET), commands.Applied, 60.0, "the version")
     assert applied.report == ApplyReport(TICKET.version, num_bytes=24)
-    assert applied.probe == asyncio.run(probe())
+    assert caller.call(commands.SampleProbe(), commands.Probed, 60.0, "it").sequences == asyncio.run(probe())
     assert applied.metrics == {"replica_0/requests": 2.0}
     assert caller.call(commands.Evaluate(2), commands.Evaluated, 60.0, "it").evaluation == evaluation()
     assert caller.call(commands.AskHeld(), commands.Held, 60.0, "it").version == Version(0, 2, "dd")
@@ -158,7 +158,7 @@ def test_failures_come_as_what_they_were(sides):
         caller.call(commands.Evaluate(2), commands.Evaluated, 60.0, "it")
     if sides.is_apart:
         with pytest.raises(RuntimeError, match=r"TypeError: .*orchestrator\*\.log"):  # what cannot be encoded
-            caller.call(commands.Apply(TICKET), commands.Applied, 60.0, "it")
+            caller.call(commands.SampleProbe(), commands.Probed, 60.0, "it")
     with pytest.raises(TypeError, match="answered Held and not Joined"):
         caller.call(commands.AskHeld(), commands.Joined, 60.0, "it")
 

@@ -126,8 +126,7 @@ class Scripted(Caller):
 
 def applied(number, mismatched=()):
     report = ApplyReport(VERSION, mismatched=mismatched, num_bytes=5, transfer_s=float(number))
-    probe = [Sequence([number], [True], [0.0])]
-    return commands.Applied(report, probe, {"replica_0/requests": float(number), "rollout/parser_failures": 1.0})
+    return commands.Applied(report, {"replica_0/requests": float(number), "rollout/parser_failures": 1.0})
 
 
 def test_commands_go_to_all_and_their_answers_are_one():
@@ -140,12 +139,15 @@ def test_commands_go_to_all_and_their_answers_are_one():
     made = future.result(1)
     assert made.report.mismatched == ("w (orchestrator 1)",)
     assert made.report.transfer_s == 2.0
-    assert [sequence.token_ids for sequence in made.probe] == [[1], [2]]
     assert made.metrics == {
         "replica_0/requests": 1.0,
         "replica_2/requests": 2.0,
         "rollout/parser_failures": 2.0,
     }
+    future = several.submit(commands.SampleProbe())
+    for number, caller in enumerate(callers):
+        caller.answer(commands.Probed([Sequence([number], [True], [0.0])]))
+    assert [sequence.token_ids for sequence in future.result(1).sequences] == [[0], [1]]
     for own, other, expected in ((VERSION, VERSION, VERSION), (VERSION, None, None)):
         future = several.submit(commands.AskHeld())
         callers[0].answer(commands.Held(own))

@@ -1,5 +1,7 @@
 """The loop under `single_copy`: the weights change only while the engine stands still."""
 
+import asyncio
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,10 +21,13 @@ class Sharing:
         self.engine = engine
         self.model = model
         self.seen = []
+        self.num_waiting = 0
+        """Requests that came while it stood still."""
         self.policy = None
-        self._apply = engine.apply
+        self._apply, self._generate = engine.apply, engine.generate
+        self._computes = asyncio.Event()
         engine._logprobs = self.logprobs
-        engine.share, engine.fence, engine.apply = self.share, self.fence, self.apply
+        engine.share, engine.fence, engine.apply, engine.generate = self.share, self.fence, self.apply, self.generate
 
     async def share(self, parameters, timeout_s):
         weights = {name: torch.nn.Parameter(w) for name, w in load_file(self.model / "model.safetensors").items()}
@@ -36,11 +41,19 @@ class Sharing:
 
     async def fence(self, timeout_s):
         self._note("fence")
+        self._computes.clear()
 
     async def apply(self, ticket, timeout_s):
         self._note("apply")
         assert self.seen[-1][1] == ticket.version.digest
-        return await self._apply(ticket, timeout_s)
+        report = await self._apply(ticket, timeout_s)
+        self._computes.set()
+        return report
+
+    async def generate(self, request):
+        self.num_waiting += not self._computes.is_set()
+        await self._computes.wait()
+        return await self._generate(request)
 
     def logprobs(self, location, request, tokens):
         given = request.prompt_ids
@@ -62,6 +75,7 @@ def test_they_change_only_between_a_fence_and_the_next_apply(scripted, model, st
     for before, at_fence in zip(digests[::2], digests[1::2], strict=False):
         assert at_fence == before, "written before the fence"
     assert len(set(digests)) == 4
+    assert (sharing[0].num_waiting > 0) == (staleness == "0"), "the next batch is there when its version comes"
 
 
 def test_a_base_that_is_shared_needs_no_fence(scripted, model):
@@ -80,4 +94,5 @@ class AdapterSharing(Sharing):
     async def apply(self, ticket, timeout_s):
         self._note("apply")
         assert self.seen[-1][1] == digest(ticket.base)
+        self._computes.set()
         return await self._apply(ticket, timeout_s)

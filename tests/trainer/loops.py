@@ -106,10 +106,15 @@ class Engine:
 
     def update(self, step):
         self.calls.append(f"update {step}")
+
+    def probe(self):
         return [sequence(OURS + d, ids=ids) for d, ids in zip(self.differs, self.prompts, strict=False)]
 
     def fence(self):
         self.calls.append("fence")
+
+    def begin(self, step):
+        self.calls.append(f"begin the batch of {step}")
 
     def release(self, step, change=None):
         self.calls.append(f"release {step}" + ("" if change is None else f" {change}"))

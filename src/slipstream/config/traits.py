@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.environment import AGENT
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.recipes import resolved
@@ -93,6 +94,16 @@ def keeps_copy(config: RunConfig) -> bool:
 def shares_weights(config: RunConfig) -> bool:
     """Whether the trainer's parameters are the engine's tensors."""
     return config.weights.bridge == "single_copy" and uses_engine(config)
+
+
+def begins_early(config: PlannedConfig) -> bool:
+    """Whether the requests of a batch may wait in the engine for their version, while the trainer makes it: one engine
+    without other users, paused then in any case, and tasks and prompts known before."""
+    if not shares_weights(config) or config.lora is not None or not isinstance(config.algorithm, RLConfig):
+        return False
+    environment, is_in_order = config.environment, config.training.order == "data" and not config.training.staleness
+    brings_own = serves_agents(config) or (environment is not None and environment.name == ATROPOS)
+    return is_in_order and not brings_own and config.weights.in_flight != "keep" and not has_curriculum(config)
 
 
 def uses_critic(config: RunConfig) -> bool:

@@ -19,7 +19,14 @@ from slipstream.config import PlannedConfig
 from slipstream.config.addresses import family_of, url_of
 from slipstream.config.atropos import atropos_settings
 from slipstream.config.bounds import GIB
-from slipstream.config.traits import num_engines, num_replicas, publishes_adapter, reasoning_parser, serves_agents
+from slipstream.config.traits import (
+    begins_early,
+    num_engines,
+    num_replicas,
+    publishes_adapter,
+    reasoning_parser,
+    serves_agents,
+)
 from slipstream.inference.addresses import ControlAddress, addresses_of
 from slipstream.inference.client import SILENCE_S
 from slipstream.inference.engine import Member, OnEvent, RunEngine, SupervisedEngine
@@ -121,7 +128,8 @@ def engine_plan(
         model=model,
         dtype=config.model.dtype,
         max_model_len=inference.max_model_len,
-        max_num_seqs=inference.max_num_seqs,
+        # The probe needs places beside a batch that has begun.
+        max_num_seqs=inference.max_num_seqs + begins_early(config) * config.weights.probe_tasks,
         seed=config.run.seed,
         enforce_eager=inference.enforce_eager,
         kv_cache_bytes=int(inference.kv_cache_gib * GIB),

@@ -22,22 +22,31 @@ class Versions:
         self._fence = fence
         self._fenced: contextlib.AsyncExitStack | None = None
         """Holds the lock from a fence to the next `apply`."""
+        self._fencing = asyncio.Lock()
         self._lock: AbstractAsyncContextManager[None] = asyncio.Lock()
         """Held while a batch is generated or a version applied, unless both may happen at once."""
         self._apply_timeout_s = apply_timeout_s
         self._changed = asyncio.Condition()
         self._released = -1
+        self._begun = -1
         self.current: Version | None = None
 
     async def fence(self) -> None:
         """Pause the engine until the next `apply`, if the bridge asks for it: the optimizer is about to write the
         engine's weights."""
-        if self._fence is None or self._fenced is not None:
-            return
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._lock)
-            await self._fence(self._apply_timeout_s)
-            self._fenced = stack.pop_all()
+        async with self._fencing, contextlib.AsyncExitStack() as stack:
+            if self._fence is not None and self._fenced is None:
+                await stack.enter_async_context(self._lock)
+                await self._fence(self._apply_timeout_s)
+                self._fenced = stack.pop_all()
+
+    async def begin(self, step: int) -> None:
+        """Pause the engine as `fence` does, and let the batch of `step` begin: its requests wait in the engine for
+        version `step`, which comes next."""
+        await self.fence()
+        async with self._changed:
+            self._begun = max(self._begun, step)
+            self._changed.notify_all()
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
         """Have the engine apply a version; raises `WeightsError` unless its fingerprints then match the ticket."""
@@ -62,6 +71,14 @@ class Versions:
         async with self._changed:
             self._released = max(self._released, step)
             self._changed.notify_all()
+
+    async def wait_to_begin(self, step: int, oldest: int) -> Version:
+        """Wait until version `oldest` is released or the batch of `step` may begin before; returns the version of its
+        first tokens."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._released >= oldest or self._begun >= step)
+        assert self.current is not None
+        return self.current if self._released >= oldest else Version(self.current.lineage, step)
 
     @property
     def released(self) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream import records
-from slipstream.config.traits import generates_for
+from slipstream.config.traits import begins_early, generates_for
 from slipstream.errors import EngineError, Interrupted, one_line
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.steps import Engine, Steps
@@ -100,6 +100,9 @@ class TrainingLoop(Steps):
         with self.log.phase("batch"):
             batch = self.reader.take(self.step)
         begun = time.monotonic()
+        if self.engine is not None and self._next_begins_early():
+            self._begun = self.step + 1
+            self.engine.begin(self._begun)
         metrics = dict(batch.metrics) | self.train(batch)
         change = self.adapt(batch, metrics)
         training = self.config.training
@@ -129,6 +132,12 @@ class TrainingLoop(Steps):
         if not is_last and self.writer.is_due(self.step):
             self.save()
         return is_last
+
+    def _next_begins_early(self) -> bool:
+        """Whether the next batch's requests are made during training, and wait in the engine for its version."""
+        step = self.step + 1
+        is_last = step >= self.config.training.steps
+        return begins_early(self.config) and not is_last and not self.evaluations.is_due(step, is_last=False)
 
     def _next_needs_engine(self, *, is_last: bool) -> bool:
         """Whether the engine must have the weights that the step just made has left."""

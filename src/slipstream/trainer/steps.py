@@ -53,14 +53,21 @@ _ROWS_AT_ONCE = 16
 class Engine(Evaluates, Protocol):
     """The inference engine and its weight sync, as the loop uses them."""
 
-    def update(self, step: int) -> list[records.Sequence]:
-        """Publish the live weights as version `step`, wait until they are applied and verified, and return sequences
-        sampled with them (the probe)."""
+    def update(self, step: int) -> None:
+        """Publish the live weights as version `step`, and wait until they are applied and verified."""
+        ...
+
+    def probe(self) -> list[records.Sequence]:
+        """Sequences sampled with the version applied last."""
         ...
 
     def fence(self) -> None:
         """Called before live weights are written: an engine with the same memory must not compute until the next
         `update`."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Let the requests of the next batch wait in the engine, paused as by `fence`, for version `step`."""
         ...
 
     def release(self, step: int, change: Change | None = None) -> None:
@@ -104,6 +111,8 @@ class Steps:
     _probed: tuple[float, float] | None = field(default=None, init=False)
     """Mean differences of this process's first probe and of the last one."""
     _started: float | None = field(default=None, init=False)
+    _begun: int = field(default=-1, init=False)
+    """The batch begun last before its version, by step."""
     _no_signal: NoSignal = field(default=NoSignal.NO_VARIANCE, init=False)
 
     def __post_init__(self) -> None:
@@ -252,7 +261,10 @@ class Steps:
         is_early = self.is_rl and not evaluate and self._probed is not None
         self.progress.phase(update_phase(self.config))
         with self.log.phase("update"):
-            sequences = engine.update(self.step)
+            engine.update(self.step)
+        # Beside the next batch, the time until the probe is a part of the time until the batch.
+        with self.log.phase("batch" if self._begun == self.step else "probe"):
+            sequences = engine.probe()
         if is_early:
             engine.release(self.step, change)
         with self.log.phase("probe"):

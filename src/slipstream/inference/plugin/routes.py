@@ -110,7 +110,7 @@ def _generation(server: EngineServer) -> list[web.RouteDef]:
         counts = Counter(r.id for r in requests)
         if twice := next((id_ for id_, count in counts.items() if count > 1 or id_ in running), None):
             return web.Response(status=400, text=f"request {twice} is running already: give each one its own id")
-        await server.service.until_serving()
+        await server.service.until_admitted()
         response = web.StreamResponse()
         await response.prepare(request)
         tasks = [asyncio.create_task(answered(r)) for r in requests]

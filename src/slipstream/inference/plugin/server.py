@@ -239,7 +239,7 @@ class EngineServer:
         return f"{self.version.name}-{self.version.digest}" if self.version else "none"
 
     def _begin_stall(self) -> None:
-        if self._is_computing():
+        if self._is_computing() and not self.steps.is_paused:
             self.host.clock.begin()
 
     async def _apply(self, ticket: Ticket, *, is_running: bool) -> ApplyReport:
@@ -279,8 +279,10 @@ class EngineServer:
                 await self.host.rpc("slipstream_written")
                 self.service.compute_unproved(version.name)
                 await self._change_to(version)
-                # The trainer computes fingerprints next, perhaps on the same GPU: let the first step come before.
-                await self.host.clock.next(self._is_computing, _FIRST_TOKEN_S)
+                # The trainer computes fingerprints next, perhaps on the same GPU: a step of requests that were running
+                # comes before.
+                if self.host.clock.is_watching:
+                    await self.host.clock.next(self._is_computing, _FIRST_TOKEN_S)
             except BaseException as error:
                 self.service.fail(f"resuming with version {version.name} failed: {error!r}")
                 raise
@@ -342,6 +344,9 @@ class EngineServer:
             self._begin_stall()
             await self._pause()
             await self.host.rpc("slipstream_settle")
+            # With in_flight = keep a request's context belongs to the version at its beginning.
+            if not self._keeps_context:
+                self.service.admit()
 
     async def share(self, parameters: tuple[ParameterSpec, ...]) -> tuple[SharedWeights, ...]:
         """Handles of each worker's live weights, for a trainer that writes them in place. The engine is fenced until
@@ -392,7 +397,7 @@ class EngineServer:
         why."""
         async with self._urgent_queue if request.is_urgent else self._queue:
             try:
-                await self.service.until_serving()
+                await self.service.until_admitted()
             except OutOfService as error:
                 return aborted(request, "refused", f"was not begun: {error}")
             return await self._generate_in_time(request)

@@ -68,6 +68,8 @@ class Service:
         """Called when the engine goes out of service, with the reason."""
         self._settled = asyncio.Event()
         self._settled.set()
+        self._admits = asyncio.Event()
+        self._admits.set()
 
     @property
     def is_serving(self) -> bool:
@@ -93,6 +95,11 @@ class Service:
     def fence(self) -> None:
         """The trainer is about to write the live weights. A version without proof stays so until the next update."""
         self._change(State.FENCED, "the trainer is writing the weights")
+
+    def admit(self) -> None:
+        """vLLM is paused: requests may enter it, and get their tokens from the next version."""
+        if self.state is State.FENCED:
+            self._admits.set()
 
     def begin_proof(self, version: str) -> None:
         """The trainer has written `version` in place; `compute_unproved` follows once vLLM may compute with it."""
@@ -144,6 +151,13 @@ class Service:
         if not self.is_serving:
             raise OutOfService(self.reason)
 
+    async def until_admitted(self) -> None:
+        """As `until_serving`, but a request may also enter a fenced vLLM (`admit`)."""
+        while self.is_updating and not self._admits.is_set():
+            await self._admits.wait()
+        if not self.is_serving and not self.is_updating:
+            raise OutOfService(self.reason)
+
     async def until_proved(self, num_discarded: int) -> None:
         """Hold an answer back while a version lacks its proof. Raises `OutOfService` when one was discarded since the
         request began, at `num_discarded`."""
@@ -160,10 +174,11 @@ class Service:
         if self.state not in _LEGAL_FROM[state] or of not in (None, self.state):
             raise self._illegal(state)
         self.state, self.reason = state, reason
-        if self.is_updating:
-            self._settled.clear()
-        else:
-            self._settled.set()
+        for event in (self._settled, self._admits):
+            if self.is_updating:
+                event.clear()
+            else:
+                event.set()
         if state is State.FAILED:
             self.on_failure(reason)
 

@@ -25,7 +25,7 @@ class TokenClock:
     def __init__(self) -> None:
         self._last = 0.0
         self._longest = 0.0
-        self._is_watching = False
+        self.is_watching = False
         self.num_steps = 0
         """Steps with tokens, and other steps counted by the host."""
         self.ignores_tokens = False
@@ -45,7 +45,7 @@ class TokenClock:
     def tick(self) -> None:
         """Tokens have come, or the first requests after an idle time."""
         now = time.perf_counter()
-        if self._is_watching:
+        if self.is_watching:
             self._longest = max(self._longest, now - self._last)
         self._last = now
         self.num_steps += 1
@@ -53,18 +53,18 @@ class TokenClock:
 
     def begin(self) -> None:
         """Begin to measure a stall, at the start of an update with running requests."""
-        if not self._is_watching:
-            self._longest, self._is_watching = 0.0, True
+        if not self.is_watching:
+            self._longest, self.is_watching = 0.0, True
 
     async def end(self, is_busy: Callable[[], bool]) -> float:
         """Seconds of the requests' stall by the update: the longest time without a token from `begin` to the first
         token after this call; 0 when none ran. If no token comes, the time until the last request ended, or
         `_FIRST_TOKEN_S`."""
-        if not self._is_watching:
+        if not self.is_watching:
             return 0.0
         resumed = time.perf_counter()
         await self.next(is_busy, _FIRST_TOKEN_S)
-        self._is_watching = False
+        self.is_watching = False
         if self._last >= resumed:
             return self._longest
         return max(self._longest, (time.perf_counter() if is_busy() else resumed) - self._last)

@@ -106,7 +106,7 @@ class Batcher:
             for group, reason in reasons.items():
                 self.ledger.drop(group, reason)
         new = (group for group in groups if group[0].group_id not in self._reused)
-        made = Generated.of(new, time.monotonic() - started)
+        made = Generated.of(new, time.monotonic() - max(started, self.idle.went_on))
         return self.batch(step, version, groups, chosen, reasons, metrics, made)
 
     async def group(self, step: int, place: int, task: Task, arrival: Arrival | None = None) -> list[Rollout]:

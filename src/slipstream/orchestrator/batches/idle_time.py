@@ -9,6 +9,7 @@ Its half of the probe counts as idle, too. Its reasons are `generation`, `enviro
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -58,6 +59,9 @@ class IdleTime:
         self._step: int | None = None
         """Step of the batch in the making; None before the first."""
         self._is_due = False
+        self._is_held = False
+        self.went_on = -math.inf
+        """When held requests went on last."""
         self._engine_reason = ""
         """Why the engine is idle since the last change; empty while it is not."""
         self._since = 0.0
@@ -72,6 +76,18 @@ class IdleTime:
         """The trainer has released a version, and wants this step's batch next."""
         self._count()
         self._released = max(self._released, version)
+
+    def hold(self) -> None:
+        """Requests of the next batch wait in the engine for the trainer, from here on."""
+        self._count()
+        self._is_held = True
+
+    def go_on(self) -> None:
+        """They wait no more."""
+        if self._is_held:
+            self._count()
+            self._is_held, self.went_on = False, self._clock()
+            self._released = max(self._released, self._step or 0)
 
     def is_due(self, due: bool) -> None:
         """Whether the batch waits for a group too old for later batches, while enough others are ready."""
@@ -113,10 +129,10 @@ class IdleTime:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def _why_engine_is_idle(self) -> str:
-        if self.requests.number:
+        if self.requests.number and not self._is_held:
             return ""
         if self.updates.number:
             return "update"
         if not self._is_up():
             return "restart"
-        return "environment" if self.groups.number else "trainer"
+        return "environment" if self.groups.number and not self._is_held else "trainer"

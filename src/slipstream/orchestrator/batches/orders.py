@@ -43,16 +43,18 @@ class InDataOrder:
         """Make the batches of the steps from `first` to `num_steps` - 1, and `put` each."""
         for step in range(first, num_steps):
             # A resumed run's first version is the one it begins with.
-            version = await self.versions.wait_for(oldest_version(step, self.batcher.staleness, first, self.every))
+            oldest = oldest_version(step, self.batcher.staleness, first, self.every)
+            version = await self.versions.wait_to_begin(step, oldest)
             if step == first:
                 self.batcher.idle.begin(step)
-            self.batcher.ledger.trained(self.versions.released)
             tasks = self.batcher.share.part(self.tasks_of_step(step))
-            self.batcher.progress.phase("generate", self.batcher.num_rollouts(tasks))
-            async with self.versions.generating():
-                batch = await self.batcher.make(step, version, tasks)
+            async with self.versions.generating(), task_group() as group:
+                making = group.create_task(self.batcher.make(step, version, tasks))
+                await self.versions.wait_for(oldest)
+                self.batcher.ledger.trained(self.versions.released)
+                self.batcher.progress.phase("generate", self.batcher.num_rollouts(tasks))
             self.batcher.progress.end_phase()
-            await put(batch)
+            await put(making.result())
 
 
 @dataclass

@@ -67,13 +67,23 @@ class Settle(Command, frozen=True):
 
 
 class Apply(Command, frozen=True):
-    """Have the engine take a version and prove it, then sample the probe; answered by `Applied`."""
+    """Have the engine take a version and prove it; answered by `Applied`."""
 
     ticket: Ticket
 
 
+class SampleProbe(Command, frozen=True):
+    """Sample the probe from the version applied last; answered by `Probed`."""
+
+
 class Fence(Command, frozen=True):
     """Pause the engine until the next `Apply`: its weights are about to be written in place."""
+
+
+class Begin(Command, frozen=True):
+    """Pause the engine as `Fence` does, and begin the batch of `step`, the next version: requests wait in the engine."""
+
+    step: int
 
 
 class GoOn(Command, frozen=True):
@@ -169,7 +179,9 @@ AnyCommand = (
     | MakeBatch
     | Settle
     | Apply
+    | SampleProbe
     | Fence
+    | Begin
     | GoOn
     | Release
     | Evaluate
@@ -204,10 +216,14 @@ class Applied(Answer, frozen=True):
     """The engine holds the version."""
 
     report: ApplyReport
-    probe: list[Sequence]
-    """Sequences sampled with it."""
     metrics: dict[str, float] = {}
     """Metrics of several engines since the last update."""
+
+
+class Probed(Answer, frozen=True):
+    """The sequences of the probe."""
+
+    sequences: list[Sequence]
 
 
 class Evaluated(Answer, frozen=True):
@@ -261,5 +277,16 @@ class TeacherDigest(Answer, frozen=True):
 
 
 AnyAnswer = (
-    Done | Made | Applied | Evaluated | RolledOut | Held | Joined | Shared | NotShared | EngineState | TeacherDigest
+    Done
+    | Made
+    | Applied
+    | Probed
+    | Evaluated
+    | RolledOut
+    | Held
+    | Joined
+    | Shared
+    | NotShared
+    | EngineState
+    | TeacherDigest
 )

@@ -64,13 +64,21 @@ class Executor:
             case commands.Settle():
                 self.settle(command)
             case commands.Apply(ticket):
+                self.idle.go_on()
                 with self.idle.updates:
                     report = await self.versions.apply(ticket)
-                    return commands.Applied(report, await self.probe(), engine.take_metrics())
+                return commands.Applied(report, engine.take_metrics())
+            case commands.SampleProbe():
+                with self.idle.updates:
+                    return commands.Probed(await self.probe())
             case commands.Fence():
                 with self.idle.updates:
                     await self.versions.fence()
+            case commands.Begin(step):
+                self.idle.hold()
+                await self.versions.begin(step)
             case commands.GoOn(version, timeout_s):
+                self.idle.go_on()
                 await engine.go_on(version, timeout_s)
             case commands.Release(step, saved_step, change):
                 self.saved_step = saved_step

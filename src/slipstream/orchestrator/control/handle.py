@@ -148,7 +148,7 @@ class Orchestrator:
     _has_started: bool = False
     _beside: _Beside | None = None
 
-    def update(self, step: int) -> list[TokenSequence]:
+    def update(self, step: int) -> None:
         """See the loop's `Engine`."""
         if not self._has_started:
             self._has_started = True
@@ -156,14 +156,14 @@ class Orchestrator:
                 self.caller.call(commands.Start(), commands.Done, self.waits.start_s, "the engine to start")
         self.hooks.before_update()
         try:
-            return self._publish_and_probe(step)
+            return self._publish(step)
         except (EngineError, WeightsError) as error:
             if not self.hooks.repeats_update(error):
                 raise
-        return self._publish_and_probe(step)
+        return self._publish(step)
 
-    def _publish_and_probe(self, step: int) -> list[TokenSequence]:
-        """Publish the live weights, have them applied, and probe."""
+    def _publish(self, step: int) -> None:
+        """Publish the live weights, and have them applied."""
         # The bridge decides when the engine begins to apply: after the files are complete, or before a collective.
         applying: list[Future[commands.AnyAnswer]] = []
 
@@ -184,7 +184,11 @@ class Orchestrator:
         waits_for = f"the engine to apply version {ticket.version.name}"
         answer = self.caller.wait(applying[0], commands.Applied, self.waits.apply_s, waits_for, while_silent=True)
         self.hooks.version_applied(answer.report, answer.metrics)
-        return answer.probe
+
+    def probe(self) -> list[TokenSequence]:
+        """See the loop's `Engine`."""
+        asked = self.caller.submit(commands.SampleProbe())
+        return self.caller.wait(asked, commands.Probed, self.waits.apply_s, "the probe", while_silent=True).sequences
 
     def mend(self, step: int) -> None:
         """Publish the live weights again, as version `step`, if lost servers are back without any."""
@@ -201,6 +205,10 @@ class Orchestrator:
             while_silent=True,
             may_stop=False,
         )
+
+    def begin(self, step: int) -> None:
+        """See the loop's `Engine`. Does not wait."""
+        self.caller.submit(commands.Begin(step))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """See the loop's `Engine`."""

@@ -51,9 +51,11 @@ class SeveralCallers(Caller):
         match first:
             case commands.Applied():
                 applied = _of(answers, commands.Applied)
-                probe = [sequence for each in applied for sequence in each.probe]
                 metrics = self._metrics([each.metrics for each in applied])
-                return commands.Applied(worst_report([each.report for each in applied], "orchestrator"), probe, metrics)
+                return commands.Applied(worst_report([each.report for each in applied], "orchestrator"), metrics)
+            case commands.Probed():
+                probed = _of(answers, commands.Probed)
+                return commands.Probed([sequence for each in probed for sequence in each.sequences])
             case commands.Held():
                 held = _of(answers, commands.Held)
                 return first if all(each == first for each in held) else commands.Held(None)
