@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from benchmarks.bridges import create_bridge
@@ -161,6 +162,24 @@ def test_what_runs_with_a_version_that_is_wrong_is_never_answered(pair: Pair):
         assert {c.finish_reason for c in completions} == {"abort"}
         assert all("ran with a version that had no proof" in c.error for c in completions)
         assert pair.live.sample(f"after {name}", SAMPLING)
+
+
+def test_requests_at_a_fence_enter_vllm_and_get_all_tokens_from_the_next_version(pair: Pair):
+    pair.update(7)
+    pair.live.call(pair.versions.begin(8))
+    params = SamplingParams(max_tokens=20)
+    early = [GenerateRequest(f"early {n}", [5, 6, 7, n], params, seed=n) for n in range(40)]
+    load = [pair.live.thread.submit(pair.live.engine.generate(each)) for each in early]
+    pair.live.until_running(len(early))
+    time.sleep(0.3)
+    assert not any(future.done() for future in load)
+    pair.write(8)
+    pair.publish(8)
+    completions = [future.result(60) for future in load]
+    assert {span.version for each in completions for span in each.versions} == {"0.8"}
+    later = [msgspec.structs.replace(each, id=f"later {n}") for n, each in enumerate(early)]
+    again = [pair.live.thread.submit(pair.live.engine.generate(each)) for each in later]
+    assert [each.token_ids for each in completions] == [future.result(60).token_ids for future in again]
 
 
 def test_many_updates_leave_equal_fingerprints(pair: Pair):

@@ -8,7 +8,7 @@ import pytest
 from slipstream.errors import DeadlineError, EngineError
 from slipstream.inference import engine
 from slipstream.orchestrator.control import commands
-from slipstream.records import ParameterSpec
+from slipstream.records import ParameterSpec, Sequence
 
 from .executors import executor_of
 
@@ -37,6 +37,27 @@ async def test_an_engine_that_lives_may_say_that_it_cannot_share(is_up):
             await executor.do(commands.Share(PARAMETERS, 7.0))
     with pytest.raises(DeadlineError, match="not in time"):
         await executor_of(Engine(DeadlineError("not in time"))).do(commands.Share(PARAMETERS, 7.0))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_probe_of_a_batch_that_has_begun_is_sampled_with_it(fails):
+    class Versions:
+        async def begin(self, step):
+            pass
+
+    async def probe():
+        begun.append(len(begun))
+        if fails and len(begun) == 1:
+            raise EngineError("its version was given up")
+        return [Sequence([len(begun)], [True], [0.0])]
+
+    begun = []
+    executor = executor_of(versions=Versions(), probe=probe)
+    await executor.do(commands.Begin(1))
+    await asyncio.sleep(0)
+    assert begun == [0]
+    for number in (2, 3) if fails else (1, 2):
+        assert (await executor.do(commands.SampleProbe())).sequences[0].token_ids == [number]
 
 
 async def test_the_state_of_the_engine_is_looked_at_in_another_thread():

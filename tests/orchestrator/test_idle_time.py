@@ -93,6 +93,28 @@ def test_a_trainer_that_has_not_released_the_version_waits_for_nothing(clock):
     }
 
 
+def test_requests_that_wait_in_the_engine_leave_it_idle(clock):
+    idle = IdleTime(clock=clock)
+    idle.begin(0)
+    idle.cut(0)
+    began = clock.now
+    idle.hold()
+    with idle.groups, idle.requests:
+        clock.now += 7
+        idle.go_on()
+        clock.now += 2
+        idle.released(1)
+        clock.now += 1
+    idle.go_on()
+    assert idle.went_on == began + 7, "nothing has waited since"
+    assert idle.cut(1) == {
+        "idle/engine_s": 7.0,
+        "idle/trainer_s": 3.0,
+        "idle/engine_trainer_s": 7.0,
+        "idle/trainer_generation_s": 3.0,
+    }
+
+
 def test_requests_beyond_the_places_of_the_engine_wait():
     idle = IdleTime(num_places=2)
     with idle.requests, idle.requests, idle.requests:
@@ -113,6 +135,7 @@ async def test_the_executor_tells_of_updates_and_releases(clock):
     executor = executor_of(engine, Versions(engine, apply_timeout_s=1.0), probe=probe, idle=idle)
     idle.cut(0)
     await executor.do(commands.Apply(Ticket(Version(0, 1, "d"), "disk", "f", ())))
+    await executor.do(commands.SampleProbe())
     await executor.do(commands.Release(1))
     clock.now += 1
     found = idle.cut(1)

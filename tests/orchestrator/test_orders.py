@@ -16,7 +16,7 @@ from slipstream.orchestrator.batches.dynamic_sampling import Refills
 from slipstream.orchestrator.batches.idle_time import IdleTime
 from slipstream.orchestrator.batches.orders import InDataOrder, ReadyFirst
 from slipstream.orchestrator.versions import Versions
-from slipstream.records import Message, Rollout, Sequence, Task, VersionSpan
+from slipstream.records import Message, Rollout, Sequence, Task, Version, VersionSpan
 from slipstream.runlog.ledger import Ledger, balance
 from tests import quick_time
 from tests.orchestrator.test_orchestrator import END, Odd, Watching, make_batcher, say, ticket
@@ -82,6 +82,44 @@ async def train(engine, *, order, staleness, steps, first=0, draws=None, train_s
         await asyncio.sleep(train_s)
     await asyncio.wait_for(made, 1.0)
     return trained
+
+
+async def test_a_batch_that_begins_early_waits_in_the_engine_and_is_of_the_next_version():
+    class Fenced(ScriptedEngine):
+        """Answers nothing between a fence and the next version."""
+
+        goes_on = asyncio.Event()
+
+        async def fence(self, timeout_s):
+            self.goes_on.clear()
+
+        async def apply(self, ticket, timeout_s):
+            report = await super().apply(ticket, timeout_s)
+            self.goes_on.set()
+            return report
+
+        async def generate(self, request):
+            asked.append(request.id)
+            await self.goes_on.wait()
+            return await super().generate(request)
+
+    asked = []
+    engine, queue = Fenced(say("b")), asyncio.Queue(1)
+    versions, batcher = Versions(engine, apply_timeout_s=1.0, fence=engine.fence), make_batcher(engine)
+    versions.allow_in_flight()
+    made = asyncio.create_task(InDataOrder(batcher, versions, tasks_of_step).make_all(0, 2, queue.put))
+    await release(versions, 0)
+    assert (await queue.get()).step == 0
+    asked.clear()
+    await versions.begin(1)
+    await asyncio.sleep(0.1)
+    assert (len(asked), queue.empty()) == (SIZE * 2, True)
+    await release(versions, 1)
+    batch = await asyncio.wait_for(queue.get(), 1.0)
+    assert (batch.step, batch.version, len(asked)) == (1, Version(0, 1), SIZE * 2)
+    spans = {span.version for rollout in batch.rollouts for row in rollout.sequences for span in row.versions}
+    assert spans == {"0.1"}
+    await asyncio.wait_for(made, 1.0)
 
 
 @settings(max_examples=15, deadline=None)

@@ -67,6 +67,23 @@ async def test_a_fence_that_fails_holds_nothing():
     assert is_free(versions)
 
 
+async def test_a_batch_may_begin_before_its_version_which_is_then_the_next_one():
+    receiver = Receiver()
+    versions = Versions(receiver, apply_timeout_s=3.0, fence=receiver.fence)
+    versions.allow_in_flight()
+    await versions.apply(TICKETS[1])
+    await versions.release(1)
+    waiting = asyncio.create_task(versions.wait_to_begin(2, 2))
+    await asyncio.gather(versions.begin(2), versions.fence())
+    assert receiver.asked[1:] == [("fence", 3.0)], "one for both"
+    assert await asyncio.wait_for(waiting, 10) == Version(0, 2)
+    await versions.apply(TICKETS[2])
+    await versions.release(2)
+    assert await asyncio.wait_for(versions.wait_to_begin(2, 2), 10) == TICKETS[2].version
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(versions.wait_to_begin(3, 3), 0.01)
+
+
 async def test_rollouts_wait_for_the_release_of_their_version():
     versions = Versions(Receiver(), apply_timeout_s=3.0)
     assert versions.released == -1

@@ -9,6 +9,7 @@ import functools
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -31,7 +32,6 @@ from slipstream.launch.prepare import prepare
 from slipstream.launch.run import train
 from slipstream.processes import launchers
 from slipstream.runlog import read_events, read_exit, read_metrics
-from slipstream.runlog.ledger import balance
 from slipstream.trainer.learner import score
 from slipstream.trainer.model.policy import PolicyModel
 from slipstream.view import make_view
@@ -179,10 +179,14 @@ class Scripted:
     def metrics(self):
         return read_metrics(self.folder)
 
-    async def until_a_group_waits(self):
-        """Until a group waits for a batch."""
+    async def until_a_group_waits(self, step=None):
+        """Until a group waits for a batch; one of this step's tasks."""
+        found = "SELECT COUNT(*) FROM groups WHERE state = 'ready' AND id GLOB ?"
         async with asyncio.timeout(60):
-            while not balance(self.folder).num("ready"):
+            while True:
+                with contextlib.closing(sqlite3.connect(self.folder / "ledger.sqlite")) as ledger:
+                    if ledger.execute(found, ("*" if step is None else f"{step}.*",)).fetchone()[0]:
+                        return
                 await asyncio.sleep(0.02)
 
     def events(self, kind):

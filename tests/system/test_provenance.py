@@ -178,7 +178,7 @@ def dies_when_some_are_ready(scripted, engine):
 
     async def dies(request):
         if request.group_id == "2.3":
-            await scripted.until_a_group_waits()
+            await scripted.until_a_group_waits(2)
             engine.is_in_memory_only, engine.is_alive = True, False
         return await generate(request)
 

@@ -38,6 +38,22 @@ def test_rollouts_begin_before_the_trainer_compares_the_probe(tmp_path):
     assert compared == [1, 1, 2, 3], "the first one, with which a resume begins, is compared before"
 
 
+def test_with_one_copy_of_the_weights_the_next_batch_begins_during_training(tmp_path):
+    config = planned(
+        training={"steps": 5}, weights={"bridge": "single_copy"}, evaluation={"every": 2, "at_start": False}
+    )
+    run = finished(tmp_path, config=config)
+    begun = [call for call in run.calls if call.startswith(("begin", "evaluate", "update"))]
+    assert begun == [
+        "update 0", "begin the batch of 1", "update 1", "update 2", "evaluate 2", "begin the batch of 3", "update 3",
+        "update 4", "evaluate 4", "update 5", "evaluate 5",
+    ], "none that an evaluation would come before"  # fmt: skip
+    assert run.calls.index("begin the batch of 1") == run.calls.index("take 0") + 1
+    phases = run.log.phases
+    first = ["update", "probe", "probe", "batch", "train", "update", "batch", "probe", "batch"]
+    assert phases[: len(first)] == first, "the probe comes with the batch"
+
+
 def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_path, collected):
     run = finished(tmp_path)
     steps = [
@@ -45,7 +61,8 @@ def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_p
         for step in range(3)
     ]
     assert run.calls == ["update 0", "release 0", *itertools.chain(*steps)]
-    assert run.log.phases == ["update", "probe", *["batch", "train", "update", "probe"] * 3, "checkpoint"]
+    update = ["update", "probe", "probe"]
+    assert run.log.phases == [*update, *["batch", "train", *update] * 3, "checkpoint"]
     assert run.log.repeated == ["train"] * 3
     assert collected == ["freeze", "unfreeze"]
     assert list(run.log.rows) == [0, 1, 2, 3]

@@ -71,7 +71,7 @@ class EnginePlan:
     """One engine to start, or several alike, and how they are supervised."""
 
     settings: EngineSettings
-    """Of each; of several, but for its GPUs and its rank in a group with the trainer."""
+    """Settings of each engine; several differ in GPUs and in the rank in a group with the trainer."""
     start_timeout_s: float
     request_timeout_s: float
     max_restarts: int = 1
@@ -128,7 +128,7 @@ def engine_plan(
         model=model,
         dtype=config.model.dtype,
         max_model_len=inference.max_model_len,
-        # The probe needs places beside a batch that has begun.
+        # The probe needs places beside a whole batch.
         max_num_seqs=inference.max_num_seqs + begins_early(config) * config.weights.probe_tasks,
         seed=config.run.seed,
         enforce_eager=inference.enforce_eager,

@@ -42,7 +42,7 @@ class Versions:
 
     async def begin(self, step: int) -> None:
         """Pause the engine as `fence` does, and let the batch of `step` begin: its requests wait in the engine for
-        version `step`, which comes next."""
+        version `step`, the next one."""
         await self.fence()
         async with self._changed:
             self._begun = max(self._begun, step)

@@ -113,13 +113,17 @@ def _lanes(steps: Sequence[StepTime], label: str) -> Html:
         at += median[name]
     after = median["batch"] + median["train"]
     # Generation starts beside the probe and continues while a checkpoint is written. Without staleness it ends before
-    # training.
+    # training; it may then start at the end of the update.
     early = min(generate, median["probe"])
+    if early < generate <= median["batch"] + median["update"]:
+        early = max(early, generate - median["batch"])
     busy = min(generate - early, after) if generate < total else total
     engine = [("generate", "generate", 0.0, busy)]
     if generate < total:
-        _, update, (_, _, start, _) = spans[1:]
-        engine += [("idle", "idle", busy, after - busy), update, ("generate", "generate", start, early)]
+        _, (_, _, begin, _), (_, _, _, probe) = spans[1:]
+        start = total - max(early, probe)
+        engine += [("idle", "idle", busy, after - busy), ("update", "update", begin, start - begin)]
+        engine.append(("generate", "generate", start, early))
     return h(
         "div.lanes",
         h("h3", "An ordinary step"),

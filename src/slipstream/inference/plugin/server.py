@@ -279,8 +279,7 @@ class EngineServer:
                 await self.host.rpc("slipstream_written")
                 self.service.compute_unproved(version.name)
                 await self._change_to(version)
-                # The trainer computes fingerprints next, perhaps on the same GPU: a step of requests that were running
-                # comes before.
+                # The trainer computes fingerprints next, perhaps on the same GPU: running requests make a step before.
                 if self.host.clock.is_watching:
                     await self.host.clock.next(self._is_computing, _FIRST_TOKEN_S)
             except BaseException as error:
@@ -387,7 +386,7 @@ class EngineServer:
 
     @property
     def doing(self) -> str:
-        """What its process says in its heartbeat."""
+        """The engine's activity, for the heartbeat of its process."""
         if not self.service.is_serving:
             return f"in the state {self.service.state.value}"
         return "computing requests" if self._is_computing() else "waiting for requests"

@@ -61,7 +61,7 @@ class IdleTime:
         self._is_due = False
         self._is_held = False
         self.went_on = -math.inf
-        """When held requests went on last."""
+        """When held requests went on last, by the clock."""
         self._engine_reason = ""
         """Why the engine is idle since the last change; empty while it is not."""
         self._since = 0.0
@@ -79,14 +79,15 @@ class IdleTime:
 
     def hold(self) -> None:
         """Requests of the next batch wait in the engine for the trainer, from here on."""
-        self._count()
         self._is_held = True
+        self._count()
 
     def go_on(self) -> None:
-        """They wait no more."""
+        """They get their tokens from here on, and the trainer waits for them."""
         if self._is_held:
+            self._is_held = False
             self._count()
-            self._is_held, self.went_on = False, self._clock()
+            self.went_on = self._since
             self._released = max(self._released, self._step or 0)
 
     def is_due(self, due: bool) -> None:

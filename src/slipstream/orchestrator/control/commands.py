@@ -81,7 +81,8 @@ class Fence(Command, frozen=True):
 
 
 class Begin(Command, frozen=True):
-    """Pause the engine as `Fence` does, and begin the batch of `step`, the next version: requests wait in the engine."""
+    """Pause the engine as `Fence` does, and begin the batch of `step`: its requests wait in the engine for the next
+    version, and so does the probe."""
 
     step: int
 

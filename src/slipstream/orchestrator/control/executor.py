@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Values
 from dataclasses import KW_ONLY, dataclass
@@ -46,6 +47,8 @@ class Executor:
     idle: IdleTime
     saved_step: int = 0
     """The step of the newest whole checkpoint, as far as is known here."""
+    _probing: asyncio.Future[list[Sequence]] | None = None
+    """The probe, waiting in the engine with the next batch."""
 
     async def do(self, command: commands.AnyCommand) -> commands.AnyAnswer:
         """Carry out a command. Raises its failure."""
@@ -70,13 +73,15 @@ class Executor:
                 return commands.Applied(report, engine.take_metrics())
             case commands.SampleProbe():
                 with self.idle.updates:
-                    return commands.Probed(await self.probe())
+                    return commands.Probed(await self._probed())
             case commands.Fence():
                 with self.idle.updates:
                     await self.versions.fence()
             case commands.Begin(step):
                 self.idle.hold()
                 await self.versions.begin(step)
+                self._probing = asyncio.ensure_future(self.probe())
+                self._probing.add_done_callback(lambda task: task.cancelled() or task.exception())
             case commands.GoOn(version, timeout_s):
                 self.idle.go_on()
                 await engine.go_on(version, timeout_s)
@@ -111,6 +116,14 @@ class Executor:
             case _:
                 raise TypeError(f"{type(command).__name__} is no command")
         return _DONE
+
+    async def _probed(self) -> list[Sequence]:
+        """The waiting probe, or a new one: without a waiting one, or after a repeated update."""
+        probing, self._probing = self._probing, None
+        if probing is not None:
+            with contextlib.suppress(EngineError):
+                return await probing
+        return await self.probe()
 
     def engine_state(self, *, settles: bool) -> commands.EngineState:
         """Whether the engine runs; with `settles`, after a moment for a dying one to end. From any thread."""
