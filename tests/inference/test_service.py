@@ -69,7 +69,7 @@ async def test_requests_are_refused_with_the_reason_where_no_update_is_under_way
         await asyncio.wait_for(service.until_serving(), 60.0)
 
 
-async def test_requests_enter_a_fenced_vllm_once_it_is_paused():
+async def test_requests_enter_vllm_during_an_update_where_they_are_admitted():
     service = reached(State.FENCED)
     waiting = asyncio.create_task(service.until_admitted())
     await asyncio.sleep(0)
@@ -78,15 +78,23 @@ async def test_requests_enter_a_fenced_vllm_once_it_is_paused():
     service.admit()
     await asyncio.wait_for(waiting, 60.0)
     await asyncio.wait_for(service.until_admitted(), 60.0)
+    for change in (service.fence, lambda: service.begin_proof("0.1"), lambda: service.begin_apply("0.2")):
+        change()
+        waiting = asyncio.create_task(service.until_admitted())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done(), "vLLM may be about to pause, or to go on with other weights"
+        service.admit()
+        await asyncio.wait_for(waiting, 60.0)
+    service.proved()
     service.begin_proof("0.1")
+    service.compute_unproved("0.1")
     service.admit()
-    waiting = asyncio.create_task(service.until_admitted())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not waiting.done(), "vLLM is about to go on"
+    service.begin_apply("0.1", proves_running=True)
+    await asyncio.wait_for(service.until_admitted(), 60.0)
     service.fail("why")
     with pytest.raises(OutOfService, match="why"):
-        await asyncio.wait_for(waiting, 60.0)
+        await asyncio.wait_for(service.until_admitted(), 60.0)
 
 
 def test_only_a_version_that_was_announced_is_computed_without_a_proof():

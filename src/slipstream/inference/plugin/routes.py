@@ -33,7 +33,7 @@ _SHUTDOWN_S = 2.0
 """Time that open calls get when vLLM has died, as it may never answer them."""
 _EARLY_S = 600.0
 """How long a cancellation is remembered that came before its request."""
-_BEGUN_AT_ONCE = 16
+_BEGUN_AT_ONCE = 8
 """A request takes a fifth of a millisecond to begin: other calls, such as the end of an update, come between."""
 _log = logging.getLogger("slipstream.engine")
 

@@ -279,12 +279,18 @@ class EngineServer:
                 await self.host.rpc("slipstream_written")
                 self.service.compute_unproved(version.name)
                 await self._change_to(version)
+                self._admit()
                 # The trainer computes fingerprints next, perhaps on the same GPU: running requests make a step before.
                 if self.host.clock.is_watching:
                     await self.host.clock.next(self._is_computing, _FIRST_TOKEN_S)
             except BaseException as error:
                 self.service.fail(f"resuming with version {version.name} failed: {error!r}")
                 raise
+
+    def _admit(self) -> None:
+        """Let requests enter vLLM. With in_flight = keep they wait: their context is of the version at their beginning."""
+        if not self._keeps_context:
+            self.service.admit()
 
     async def _pause(self) -> None:
         """Pause vLLM; with in_flight = drain only after the last running request. No request begins meanwhile."""
@@ -343,9 +349,7 @@ class EngineServer:
             self._begin_stall()
             await self._pause()
             await self.host.rpc("slipstream_settle")
-            # With in_flight = keep a request's context belongs to the version at its beginning.
-            if not self._keeps_context:
-                self.service.admit()
+            self._admit()
 
     async def share(self, parameters: tuple[ParameterSpec, ...]) -> tuple[SharedWeights, ...]:
         """Handles of each worker's live weights, for a trainer that writes them in place. The engine is fenced until

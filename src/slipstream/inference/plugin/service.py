@@ -69,6 +69,7 @@ class Service:
         self._settled = asyncio.Event()
         self._settled.set()
         self._admits = asyncio.Event()
+        """Requests may enter vLLM."""
         self._admits.set()
 
     @property
@@ -97,9 +98,8 @@ class Service:
         self._change(State.FENCED, "the trainer is writing the weights")
 
     def admit(self) -> None:
-        """vLLM is paused: requests may enter it, and get their tokens from the next version."""
-        if self.state is State.FENCED:
-            self._admits.set()
+        """Requests may enter vLLM before the update ends: it is paused, or computes with whole weights."""
+        self._admits.set()
 
     def begin_proof(self, version: str) -> None:
         """The trainer has written `version` in place; `compute_unproved` follows once vLLM may compute with it."""
@@ -114,7 +114,10 @@ class Service:
 
     def begin_apply(self, version: str, *, proves_running: bool = False) -> None:
         """An update to `version` begins. `proves_running`: it only verifies `unproved`, and does not discard it."""
+        admits = proves_running and self._admits.is_set()
         self._change(State.APPLYING, f"applying version {version}")
+        if admits:
+            self.admit()
         if not proves_running:
             self._discard()
 
@@ -152,7 +155,7 @@ class Service:
             raise OutOfService(self.reason)
 
     async def until_admitted(self) -> None:
-        """As `until_serving`, but a request may also enter a fenced vLLM (`admit`)."""
+        """As `until_serving`, but a request may also enter vLLM during an update (`admit`)."""
         while self.is_updating and not self._admits.is_set():
             await self._admits.wait()
         if not self.is_serving and not self.is_updating:
