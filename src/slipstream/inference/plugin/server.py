@@ -288,7 +288,7 @@ class EngineServer:
                 raise
 
     def _admit(self) -> None:
-        """Let requests enter vLLM. With in_flight = keep they wait: their context is of the version at their beginning."""
+        """Let requests enter vLLM. With in_flight = keep they wait: each one's context is of its first version."""
         if not self._keeps_context:
             self.service.admit()
 
