@@ -13,6 +13,23 @@ from slipstream.errors import DataError, EnvironmentFault
 from slipstream.records import Message, Task
 
 
+def test_an_episode_begins_with_the_policys_turn_unless_something_comes_before():
+    class Asks(single_turn.SingleTurn):
+        def tasks(self, split, num_tasks):
+            return []
+
+    class SetsUp(Asks):
+        async def setup_episode(self, task):
+            return "a box"
+
+    class Plays(Asks):
+        async def run(self, task, policy):
+            raise NotImplementedError
+
+    assert Asks(0).begins_with_turn
+    assert not any(each(0).begins_with_turn for each in (SetsUp, Plays))
+
+
 @pytest.mark.parametrize(
     ("value", "score"),
     [

@@ -43,6 +43,21 @@ async def test_each_batch_counts_its_own_tokens_seconds_and_rollouts():
     assert progress.num_ended == 8
 
 
+async def test_the_time_of_generation_begins_when_the_engine_goes_on():
+    engine = ScriptedEngine(say("b"))
+    batcher = make_batcher(engine)
+
+    async def goes_on(request):
+        batcher.idle.hold()
+        await asyncio.sleep(0.5)
+        batcher.idle.go_on()
+        return await generate(request)
+
+    generate, engine.generate = engine.generate, goes_on
+    batch = await batcher.make(3, VERSION, TASKS[:1])
+    assert batch.metrics["time/generate_s"] < 0.5
+
+
 async def test_a_group_that_an_earlier_attempt_finished_is_not_made_again(tmp_path):
     earlier = Ledger(tmp_path, 0, 0, staleness=0, shape={})
     sequence = Sequence([1, 1], [False, True], [0.0, 0.0], [VersionSpan(1, "0.3")])

@@ -123,6 +123,21 @@ def test_an_update_that_failed_is_published_again_where_the_hooks_say_so(repeats
     assert str(error) in hooks.told
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_an_engine_that_died_in_the_probe_has_its_version_published_again(repeats):
+    died = EngineError("one of two died")
+    caller, hooks = Answering(Apply=[APPLIED, APPLIED], SampleProbe=[died, commands.Probed(PROBE)]), Told()
+    hooks.repeats = repeats
+    orchestrator = orchestrator_of(caller, hooks)
+    orchestrator.update(3)
+    if repeats:
+        assert orchestrator.probe() == PROBE
+    else:
+        with pytest.raises(EngineError, match="one of two died"):
+            orchestrator.probe()
+    assert caller.sent[1:].count(commands.Apply(ticket(3))) == 1 + repeats
+
+
 def test_an_update_is_not_published_a_third_time():
     caller, hooks = Answering(Apply=[EngineError("once"), EngineError("twice"), APPLIED]), Told()
     hooks.repeats = True

@@ -58,6 +58,15 @@ def test_waits_double_up_to_their_bound_and_are_the_requests_own(monkeypatch):
     assert not math.isclose(wait_s("r", 8), wait_s("r", 9))
 
 
+async def test_the_time_that_a_request_waits_in_a_paused_engine_is_not_counted():
+    runner, told = runner_of(Flaky(1, "late"), budget_s=-1.0)
+    assert (await run(runner)).outcome == "engine_error"
+    runner, told = runner_of(Flaky(1, "late"), budget_s=-1.0)
+    runner.idle.went_on = math.inf
+    assert (await run(runner)).outcome == "done"
+    assert told == ["late"]
+
+
 @pytest.mark.parametrize("cause", ["late", "refused", "aborted"])
 async def test_a_request_that_is_given_up_is_tried_again_with_the_same_seed(cause):
     engine = Flaky(3, cause)

@@ -249,6 +249,12 @@ def test_the_engine_generates_while_the_trainer_compares_the_probe():
     assert 'aria-label="generate 2.5 s, idle 4.5 s, update 2.0 s, generate 1.0 s"' in lanes.replace("\xa0", " ")
 
 
+def test_the_engine_generates_from_the_end_of_the_update_where_requests_waited_in_it():
+    phases = {"batch": 3.0, "train": 4.0, "update": 2.0, "probe": 1.0}
+    lanes = str(_lanes([StepTime(1, 10.0, phases, 5.0)], "wait for rollouts"))
+    assert 'aria-label="generate 3.0 s, idle 4.0 s, update 1.0 s, generate 2.0 s"' in lanes.replace("\xa0", " ")
+
+
 def test_the_ranges_of_the_ratio_are_those_that_are_measured():
     names = [*ratio_shares(log_ratio_histogram(torch.zeros(1)))]
     groups = {"Histogram of the policy ratio": "train", "Histogram of the importance weights": "mismatch"}

@@ -48,9 +48,14 @@ def test_with_one_copy_of_the_weights_the_next_batch_begins_during_training(tmp_
         "update 0", "begin the batch of 1", "update 1", "update 2", "evaluate 2", "begin the batch of 3", "update 3",
         "update 4", "evaluate 4", "update 5", "evaluate 5",
     ], "none that an evaluation would come before"  # fmt: skip
+    timed = planned(
+        training={"steps": 5, "max_seconds": 1e6}, weights={"bridge": "single_copy"}, evaluation={"every": 2}
+    )
+    calls = finished(tmp_path / "timed", config=timed).calls
+    assert not any(call.startswith("begin") for call in calls), "nor one that the time limit would"
     assert run.calls.index("begin the batch of 1") == run.calls.index("take 0") + 1
     phases = run.log.phases
-    first = ["update", "probe", "probe", "batch", "train", "update", "batch", "probe", "batch"]
+    first = ["update", "update", "probe", "batch", "train", "update", "batch", "probe", "batch"]
     assert phases[: len(first)] == first, "the probe comes with the batch"
 
 
@@ -61,7 +66,7 @@ def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_p
         for step in range(3)
     ]
     assert run.calls == ["update 0", "release 0", *itertools.chain(*steps)]
-    update = ["update", "probe", "probe"]
+    update = ["update", "update", "probe"]
     assert run.log.phases == [*update, *["batch", "train", *update] * 3, "checkpoint"]
     assert run.log.repeated == ["train"] * 3
     assert collected == ["freeze", "unfreeze"]

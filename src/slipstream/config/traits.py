@@ -103,7 +103,7 @@ def begins_early(config: PlannedConfig) -> bool:
         return False
     environment, is_in_order = config.environment, config.training.order == "data" and not config.training.staleness
     brings_own = serves_agents(config) or (environment is not None and environment.name == ATROPOS)
-    return is_in_order and not brings_own and config.weights.in_flight != "keep" and not has_curriculum(config)
+    return is_in_order and not brings_own and config.weights.in_flight == "recompute" and not has_curriculum(config)
 
 
 def uses_critic(config: RunConfig) -> bool:

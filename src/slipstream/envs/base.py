@@ -337,6 +337,11 @@ class Environment(ABC):
         """Called before `run`; its result is `policy.state`."""
         return None
 
+    @property
+    def begins_with_turn(self) -> bool:
+        """Whether an episode holds nothing and has no clock until the policy's first turn, which may take long then."""
+        return False
+
     async def close_episode(self, task: Task, state: Any) -> None:  # noqa: B027 (a hook)
         """Called after `run`, also if `run` was cancelled, took too long or raised; bounded in time. `state` is None if
         `setup_episode` did not return."""

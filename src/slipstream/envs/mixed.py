@@ -64,6 +64,11 @@ class Mixture(Environment):
         """See `Environment`; not before it is needed, as an environment of `verifiers` starts a process to say it."""
         return max(each.max_turns for each in self.parts.values())
 
+    @property
+    def begins_with_turn(self) -> bool:
+        """See `Environment`."""
+        return all(each.begins_with_turn for each in self.parts.values())
+
     def part_of(self, task: Task) -> Environment:
         """The environment of a task."""
         return self.parts[task.part]

@@ -50,6 +50,11 @@ class SingleTurn(Environment):
         raise NotImplementedError
 
     @property
+    def begins_with_turn(self) -> bool:
+        """See `Environment`."""
+        return type(self).run is SingleTurn.run and type(self).setup_episode is Environment.setup_episode
+
+    @property
     def grades_texts(self) -> bool:
         """See `Environment`."""
         return type(self).reward is not SingleTurn.reward or type(self).score is not SingleTurn.score

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config import PlannedConfig
+from slipstream.config import PlannedConfig, RLConfig
 from slipstream.config.addresses import family_of, url_of
 from slipstream.config.atropos import atropos_settings
 from slipstream.config.bounds import GIB
@@ -101,6 +101,14 @@ EngineMaker = Callable[[EnginePlan, Path, OnEvent], RunEngine]
 """Makes the engine of a run, not started yet, as `create_engine` does; the path is the folder of its logs."""
 
 
+def _places_of_probe(config: PlannedConfig) -> int:
+    """Sequences of the probe beside a whole batch, if both may be in the engine at once."""
+    if not begins_early(config) or not isinstance(config.algorithm, RLConfig):
+        return 0
+    is_whole = config.inference.max_num_seqs >= config.training.prompts_per_batch * config.algorithm.group_size
+    return config.weights.probe_tasks if is_whole else 0
+
+
 def engine_plan(
     config: PlannedConfig,
     model: str,
@@ -128,8 +136,7 @@ def engine_plan(
         model=model,
         dtype=config.model.dtype,
         max_model_len=inference.max_model_len,
-        # The probe needs places beside a whole batch.
-        max_num_seqs=inference.max_num_seqs + begins_early(config) * config.weights.probe_tasks,
+        max_num_seqs=inference.max_num_seqs + _places_of_probe(config),
         seed=config.run.seed,
         enforce_eager=inference.enforce_eager,
         kv_cache_bytes=int(inference.kv_cache_gib * GIB),

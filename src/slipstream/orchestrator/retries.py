@@ -9,6 +9,7 @@ one try. Guarantees: no try begins after the budget or after `most` further trie
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -44,9 +45,15 @@ class Retries:
     count: Callable[[dict[str, float]], None] = lambda values: None
     """Adds up metrics: each further try by its reason, and each request at the end of its tries, or the time."""
 
-    async def until_answered(self, name: str, attempt: Callable[[], Awaitable[Completion]]) -> tuple[Completion, int]:
+    async def until_answered(
+        self,
+        name: str,
+        attempt: Callable[[], Awaitable[Completion]],
+        went_on: Callable[[], float] = lambda: -math.inf,
+    ) -> tuple[Completion, int]:
         """Await `attempt` until it gives an answer, or a final failure; returns this, and the number of tries. `name`
-        is the request's, the same in each run. Exceptions of `attempt` are raised."""
+        is the request's, the same in each run. `went_on`: when the engine, paused with its requests, went on last.
+        Exceptions of `attempt` are raised."""
         began, tries = _clock(), 0
         while True:
             completion = await attempt()
@@ -54,7 +61,7 @@ class Retries:
             if completion.finish_reason != "abort" or completion.cause not in _RETRIED or not self.most:
                 return completion, tries
             seconds = wait_s(name, tries)
-            if tries > self.most or _clock() + seconds - began > self.budget_s:
+            if tries > self.most or _clock() + seconds - max(began, went_on()) > self.budget_s:
                 self.count({"retry/exhausted": 1.0})
                 return completion, tries
             self.count({f"retry/{completion.cause}": 1.0})

@@ -423,7 +423,8 @@ class _Turns:
         attempt = partial(self._attempt, partial(self._ask, turn, prompt_ids, max_tokens, tools, media))
         try:
             with self.deadline.paused():
-                completion, tries = await self.runner.retries.until_answered(f"{self.rollout_id}.{turn}", attempt)
+                name, idle = f"{self.rollout_id}.{turn}", self.runner.idle
+                completion, tries = await self.runner.retries.until_answered(name, attempt, lambda: idle.went_on)
         except (EngineError, IntegrityError) as error:
             self.engine_error = self.engine_error or error
             raise

@@ -50,7 +50,8 @@ class Versions:
 
     async def apply(self, ticket: Ticket) -> ApplyReport:
         """Have the engine apply a version; raises `WeightsError` unless its fingerprints then match the ticket."""
-        fenced, self._fenced = self._fenced, None
+        async with self._fencing:
+            fenced, self._fenced = self._fenced, None
         async with fenced or self._lock:
             report = await self._receiver.apply(ticket, self._apply_timeout_s)
         check_report(report, ticket)

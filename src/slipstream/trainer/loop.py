@@ -135,9 +135,12 @@ class TrainingLoop(Steps):
 
     def _next_begins_early(self) -> bool:
         """Whether the next batch's requests are made during training, and wait in the engine for its version."""
-        step = self.step + 1
-        is_last = step >= self.config.training.steps
-        return begins_early(self.config) and not is_last and not self.evaluations.is_due(step, is_last=False)
+        step, training = self.step + 1, self.config.training
+        # Nobody knows which step meets the time limit, and an evaluation then comes.
+        may_be_last = step >= training.steps or (
+            training.max_seconds is not None and self.config.evaluation is not None
+        )
+        return begins_early(self.config) and not may_be_last and not self.evaluations.is_due(step, is_last=False)
 
     def _next_needs_engine(self, *, is_last: bool) -> bool:
         """Whether the engine must have the weights that the step just made has left."""

@@ -3,9 +3,9 @@
 `Steps` counts the steps and holds everything for one. Two programs call it: `loop.TrainingLoop` in the order of a run,
 and the caller of a session (`slipstream.session`) in any order.
 
-Guarantees: an update is verified by the engine before rollouts begin with it, and probed before `synchronise` returns:
-both sides compute the log-probabilities of the engine's own samples. Rollouts may be made meanwhile, and are trained on
-only afterwards. A batch of rollouts older than `training.staleness` allows is refused.
+Guarantees: an update is verified by the engine before rollouts with it are answered, and probed before `synchronise`
+returns: both sides compute the log-probabilities of the engine's own samples. Rollouts may be made meanwhile, and are
+trained on only afterwards. A batch of rollouts older than `training.staleness` allows is refused.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Steps:
         with self.log.phase("update"):
             engine.update(self.step)
         # Beside the next batch, the time until the probe is a part of the time until the batch.
-        with self.log.phase("batch" if self._begun == self.step else "probe"):
+        with self.log.phase("batch" if self._begun == self.step else "update"):
             sequences = engine.probe()
         if is_early:
             engine.release(self.step, change)

@@ -2,7 +2,8 @@
 
 The engine is idle while it has no request for training. Its reasons: a version is applied (`update`), it is started
 again (`restart`), only tools, rewards or the environment itself work (`environment`), or no group may begin before the
-trainer releases a version (`trainer`). The trainer is idle from the release of a version until its next batch is made.
+trainer releases a version (`trainer`). Requests may also wait in the paused engine for their version (`hold`). The
+trainer is idle from the release of a version, or from `go_on`, until its next batch is made.
 Its half of the probe counts as idle, too. Its reasons are `generation`, `environment`, `update`, `restart` and
 `oldest`: enough groups are ready, and the batch waits for one too old for later batches.
 """

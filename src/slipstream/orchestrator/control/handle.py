@@ -1,6 +1,6 @@
 """The trainer's handles to the generating side: the training loop's `Engine` and `Reader`.
 
-The trainer's thread calls them; rollouts are made elsewhere as soon as their version is released.
+The trainer's thread calls them; rollouts are made elsewhere, by the versions released here.
 Guarantees: a failure there ends the trainer's wait with the failure itself; every wait has a deadline.
 """
 
@@ -146,6 +146,8 @@ class Orchestrator:
     """Told the step of the files to keep, while an engine stays on this version; None: of none."""
     last_evaluation: Evaluation | None = None
     _has_started: bool = False
+    _published: int = -1
+    """The step published last."""
     _beside: _Beside | None = None
 
     def update(self, step: int) -> None:
@@ -164,6 +166,7 @@ class Orchestrator:
 
     def _publish(self, step: int) -> None:
         """Publish the live weights, and have them applied."""
+        self._published = step
         # The bridge decides when the engine begins to apply: after the files are complete, or before a collective.
         applying: list[Future[commands.AnyAnswer]] = []
 
@@ -187,6 +190,15 @@ class Orchestrator:
 
     def probe(self) -> list[TokenSequence]:
         """See the loop's `Engine`."""
+        try:
+            return self._probe()
+        except EngineError as error:
+            if not self.hooks.repeats_update(error):
+                raise
+        self._publish(self._published)
+        return self._probe()
+
+    def _probe(self) -> list[TokenSequence]:
         asked = self.caller.submit(commands.SampleProbe())
         return self.caller.wait(asked, commands.Probed, self.waits.apply_s, "the probe", while_silent=True).sequences
 
