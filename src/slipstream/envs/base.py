@@ -339,7 +339,7 @@ class Environment(ABC):
 
     @property
     def begins_with_turn(self) -> bool:
-        """Whether an episode holds nothing and has no clock until the policy's first turn, which may take long then."""
+        """Whether an episode holds nothing and has no clock until the policy's first turn. This may take long then."""
         return False
 
     async def close_episode(self, task: Task, state: Any) -> None:  # noqa: B027 (a hook)

@@ -136,7 +136,7 @@ class TrainingLoop(Steps):
     def _next_begins_early(self) -> bool:
         """Whether the next batch's requests are made during training, and wait in the engine for its version."""
         step, training = self.step + 1, self.config.training
-        # Nobody knows which step meets the time limit, and an evaluation then comes.
+        # Any step may meet the time limit, and an evaluation comes then.
         may_be_last = step >= training.steps or (
             training.max_seconds is not None and self.config.evaluation is not None
         )
