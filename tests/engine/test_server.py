@@ -53,7 +53,7 @@ async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(se
     server.service.fail("applying version 0.1 failed")
     with pytest.raises(OutOfService, match="failed"):
         await server.service.until_serving()
-    assert "was not begun: applying version 0.1 failed" in (await waiting).error
+    assert "cannot be answered: applying version 0.1 failed" in (await waiting).error
 
 
 async def test_an_update_waits_for_one_whose_client_gave_up(server, monkeypatch):

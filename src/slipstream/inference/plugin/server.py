@@ -411,7 +411,7 @@ class EngineServer:
         self.num_running += 1
         try:
             async with Patience(request.timeout_s, lambda: self.steps.is_running or not self.service.is_updating):
-                return await self._generate(request)
+                return await (self._generate_early(request) if self.service.is_updating else self._generate(request))
         except OutOfService as error:
             return aborted(request, "refused", f"cannot be answered: {error}")
         except TimeoutError:
@@ -427,6 +427,21 @@ class EngineServer:
         finally:
             self.num_running -= 1
             self._request_ended.set()
+
+    async def _generate_early(self, request: GenerateRequest) -> Completion:
+        """As `_generate`, of a request entering vLLM during an update. Raises `OutOfService` as soon as this has failed,
+        as vLLM then stays paused."""
+        computing = asyncio.create_task(self._generate(request))
+        settled = asyncio.create_task(self.service.until_serving())
+        settled.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await asyncio.wait((computing, settled), return_when=asyncio.FIRST_COMPLETED)
+            if not computing.done():
+                settled.result()
+            return await computing
+        finally:
+            computing.cancel()
+            settled.cancel()
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, num_discarded = self.version.name if self.version else "", self.service.num_discarded
