@@ -429,8 +429,8 @@ class EngineServer:
             self._request_ended.set()
 
     async def _generate_early(self, request: GenerateRequest) -> Completion:
-        """As `_generate`, of a request entering vLLM during an update. Raises `OutOfService` as soon as this has failed,
-        as vLLM then stays paused."""
+        """As `_generate`, of a request entering vLLM during an update. Raises `OutOfService` when this fails, as
+        vLLM then stays paused."""
         computing = asyncio.create_task(self._generate(request))
         settled = asyncio.create_task(self.service.until_serving())
         settled.add_done_callback(lambda task: task.cancelled() or task.exception())
