@@ -73,7 +73,7 @@ def imitate(own: list[str], options: argparse.Namespace) -> slipstream.Run:
         slipstream.new_model(options.folder / "model", context_length=64, seed=options.seed),
         [*demonstrations(own, options.seed)],
         steps=options.sft_steps,
-        training={"prompts_per_batch": 64, "learning_rate": 4e-3, "warmup_steps": 20},
+        training={"prompts_per_batch": 64, "learning_rate": 4e-3, "warmup_steps": options.sft_steps // 20},
         folder=options.folder / "sft",
         seed=options.seed,
     )
