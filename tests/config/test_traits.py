@@ -15,8 +15,6 @@ from tests.trainer.loops import planned
         {"weights": {"bridge": "single_copy", "in_flight": "drain"}},
         {"training": {"staleness": 1}},
         {"lora": {"rank": 4}},
-        {"environment": {"name": "agent", "settings": {"command": "python agent.py"}}},
-        {"environment": {"name": "atropos"}},
         {"environment": {"curriculum": "adaptive"}},
     ],
     ids=str,

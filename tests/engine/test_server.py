@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from slipstream.errors import EngineError
@@ -43,7 +44,11 @@ async def test_a_request_waits_through_updates_that_follow_at_once(server):
     await waiting
 
 
-async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(server):
+@pytest.mark.parametrize(
+    ("in_flight", "refused"), [("recompute", "cannot be answered"), ("keep", "was not begun")], ids=["enters", "waits"]
+)
+async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(server, in_flight, refused, monkeypatch):
+    monkeypatch.setattr(server, "settings", msgspec.structs.replace(server.settings, in_flight=in_flight))
     await server.fence()
     request = GenerateRequest("a", [1], SamplingParams(1), timeout_s=0.05)
     waiting = asyncio.create_task(server.generate(request))
@@ -53,7 +58,7 @@ async def test_a_request_waits_for_an_update_and_is_refused_after_its_failure(se
     server.service.fail("applying version 0.1 failed")
     with pytest.raises(OutOfService, match="failed"):
         await server.service.until_serving()
-    assert "cannot be answered: applying version 0.1 failed" in (await waiting).error
+    assert f"{refused}: applying version 0.1 failed" in (await waiting).error
 
 
 async def test_an_update_waits_for_one_whose_client_gave_up(server, monkeypatch):

@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 
 from slipstream.envs import single_turn
-from slipstream.envs.base import RewardFailed, Score, as_score
+from slipstream.envs.agent import Agent
+from slipstream.envs.atropos import Atropos
+from slipstream.envs.base import Environment, RewardFailed, Score, as_score
 from slipstream.envs.from_python import FunctionEnvironment
+from slipstream.envs.hosted.keeper import KeptEnvironment
 from slipstream.envs.rewards.contract import Plain
 from slipstream.envs.single_turn import as_task, as_tasks
 from slipstream.errors import DataError, EnvironmentFault
@@ -24,10 +27,11 @@ def test_an_episode_begins_with_the_policys_turn_unless_something_comes_before()
 
     class Plays(Asks):
         async def run(self, task, policy):
-            raise NotImplementedError
+            """Begins with something else."""
 
     assert Asks(0).begins_with_turn
     assert not any(each(0).begins_with_turn for each in (SetsUp, Plays))
+    assert all(each.begins_with_turn is Environment.begins_with_turn for each in (Agent, Atropos, KeptEnvironment))
 
 
 @pytest.mark.parametrize(

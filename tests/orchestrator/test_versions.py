@@ -22,6 +22,7 @@ class Receiver:
 
     async def fence(self, timeout_s):
         self.asked.append(("fence", timeout_s))
+        await asyncio.sleep(0)
 
 
 def is_free(versions):
@@ -80,8 +81,12 @@ async def test_a_batch_may_begin_before_its_version_which_is_then_the_next_one()
     await versions.apply(TICKETS[2])
     await versions.release(2)
     assert await asyncio.wait_for(versions.wait_to_begin(2, 2), 10) == TICKETS[2].version
+    await asyncio.gather(versions.begin(3), versions.apply(TICKETS[3]))
+    await versions.fence()
+    assert receiver.asked[-3:] == [("fence", 3.0), (3, 3.0), ("fence", 3.0)], "the first fence ended with its version"
+    await versions.apply(TICKETS[3])
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(versions.wait_to_begin(3, 3), 0.01)
+        await asyncio.wait_for(versions.wait_to_begin(4, 4), 0.01)
 
 
 async def test_rollouts_wait_for_the_release_of_their_version():

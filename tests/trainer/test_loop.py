@@ -42,7 +42,7 @@ def test_with_one_copy_of_the_weights_the_next_batch_begins_during_training(tmp_
     config = planned(
         training={"steps": 5}, weights={"bridge": "single_copy"}, evaluation={"every": 2, "at_start": False}
     )
-    run = finished(tmp_path, config=config)
+    run = finished(tmp_path, config=config, begins_early=True)
     begun = [call for call in run.calls if call.startswith(("begin", "evaluate", "update"))]
     assert begun == [
         "update 0", "begin the batch of 1", "update 1", "update 2", "evaluate 2", "begin the batch of 3", "update 3",
@@ -51,7 +51,7 @@ def test_with_one_copy_of_the_weights_the_next_batch_begins_during_training(tmp_
     timed = planned(
         training={"steps": 5, "max_seconds": 1e6}, weights={"bridge": "single_copy"}, evaluation={"every": 2}
     )
-    calls = finished(tmp_path / "timed", config=timed).calls
+    calls = finished(tmp_path / "timed", config=timed, begins_early=True).calls
     assert not any(call.startswith("begin") for call in calls), "nor one that the time limit would"
     assert run.calls.index("begin the batch of 1") == run.calls.index("take 0") + 1
     phases = run.log.phases

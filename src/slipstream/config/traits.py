@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.config.atropos import NAME as ATROPOS
 from slipstream.config.environment import AGENT
 from slipstream.config.planned import PlannedConfig
 from slipstream.config.recipes import resolved
@@ -97,13 +96,12 @@ def shares_weights(config: RunConfig) -> bool:
 
 
 def begins_early(config: PlannedConfig) -> bool:
-    """Whether the requests of a batch may wait in the engine for their version, while the trainer makes it: one engine
-    without other users, paused then in any case, and tasks and prompts known before."""
+    """Whether the engine may take a batch's requests while the trainer makes their version. The engine is paused then
+    in any case, and the tasks do not depend on this step's training."""
     if not shares_weights(config) or config.lora is not None or not isinstance(config.algorithm, RLConfig):
         return False
-    environment, is_in_order = config.environment, config.training.order == "data" and not config.training.staleness
-    brings_own = serves_agents(config) or (environment is not None and environment.name == ATROPOS)
-    return is_in_order and not brings_own and config.weights.in_flight == "recompute" and not has_curriculum(config)
+    is_in_order = config.training.order == "data" and not config.training.staleness
+    return is_in_order and config.weights.in_flight == "recompute" and not has_curriculum(config)
 
 
 def uses_critic(config: RunConfig) -> bool:

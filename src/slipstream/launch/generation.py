@@ -266,14 +266,7 @@ class _Generation:
     async def _make_batches(self, command: commands.MakeBatches) -> None:
         config, batcher = self._context.config, self._batcher()
         self._order.set_changes(command.changes)
-        environment = self._context.prepared.environment
-        made: InDataOrder | ReadyFirst = InDataOrder(
-            batcher,
-            self._versions,
-            self._order.tasks,
-            config.weights.every,
-            may_begin_early=environment is not None and environment.begins_with_turn,
-        )
+        made: InDataOrder | ReadyFirst = InDataOrder(batcher, self._versions, self._order.tasks, config.weights.every)
         if config.training.order == "ready":
             size = config.training.prompts_per_batch // config.run.orchestrators
             draws = Draws.of_state(command.draws)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.artifacts.outgoing import hold_for_upload
 from slipstream.config import PlannedConfig, SFTConfig, dump_resolved
-from slipstream.config.traits import asks_teacher, has_curriculum
+from slipstream.config.traits import asks_teacher, begins_early, has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
 from slipstream.errors import one_line
@@ -251,7 +251,9 @@ class Parts:
         common, hooks = self._common(resume=resume)
         engine, resumed = common["engine"], common["resumed"]
         reader = _reader(run, self.generation, engine, hooks, resumed, self.curriculum)
-        loop = TrainingLoop(reader=reader, should_stop=run.should_stop, **common)
+        environment = run.prepared.environment
+        early = begins_early(run.config) and environment is not None and environment.begins_with_turn
+        loop = TrainingLoop(reader=reader, should_stop=run.should_stop, begins_early=early, **common)
         self._begin(loop)
         return loop
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream import records
-from slipstream.config.traits import begins_early, generates_for
+from slipstream.config.traits import generates_for
 from slipstream.errors import EngineError, Interrupted, one_line
 from slipstream.trainer import garbage_collection
 from slipstream.trainer.steps import Engine, Steps
@@ -41,6 +41,8 @@ class TrainingLoop(Steps):
 
     reader: Reader
     should_stop: Callable[[], bool] = lambda: False
+    begins_early: bool = False
+    """Whether a batch's requests may wait in the engine while its version is trained."""
 
     def run(self) -> None:
         """Train until the run ends; see the module."""
@@ -140,7 +142,7 @@ class TrainingLoop(Steps):
         may_be_last = step >= training.steps or (
             training.max_seconds is not None and self.config.evaluation is not None
         )
-        return begins_early(self.config) and not may_be_last and not self.evaluations.is_due(step, is_last=False)
+        return self.begins_early and not may_be_last and not self.evaluations.is_due(step, is_last=False)
 
     def _next_needs_engine(self, *, is_last: bool) -> bool:
         """Whether the engine must have the weights that the step just made has left."""

@@ -38,18 +38,13 @@ class InDataOrder:
     tasks_of_step: Callable[[int], Sequence[Task]]
     every: int = 1
     """The weights are published after so many steps."""
-    may_begin_early: bool = True
-    """Whether a batch may begin while its version is trained."""
 
     async def make_all(self, first: int, num_steps: int, put: Put) -> None:
         """Make the batches of the steps from `first` to `num_steps` - 1, and `put` each."""
         for step in range(first, num_steps):
             # A resumed run's first version is the one it begins with.
             oldest = oldest_version(step, self.batcher.staleness, first, self.every)
-            begins = (
-                self.versions.wait_to_begin(step, oldest) if self.may_begin_early else self.versions.wait_for(oldest)
-            )
-            version = await begins
+            version = await self.versions.wait_to_begin(step, oldest)
             if step == first:
                 self.batcher.idle.begin(step)
             tasks = self.batcher.share.part(self.tasks_of_step(step))
