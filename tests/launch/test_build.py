@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from slipstream.commands.small_models.tiny_qwen3 import new_model
-from slipstream.config import ModelConfig, RunConfig, SFTConfig, TrainingConfig, with_values
-from slipstream.launch.build import build, precompile_layers
+from slipstream.config import ModelConfig, RLConfig, RunConfig, SFTConfig, TrainingConfig, with_values
+from slipstream.launch.build import build, rehearse
 from slipstream.plan.decided import planned_config
+from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import compilation, layers
 from slipstream.trainer.model.layers import LayerOptions
 from tests.refusals import refuses
@@ -41,7 +42,7 @@ def test_a_compiler_that_fails_ends_the_run(config, broken_compiler):
         build(with_values(config, {"training.compile": True}), None, 123)
 
 
-def test_layers_are_as_the_config_says_and_precompiled_without_random_numbers(config, monkeypatch):
+def test_layers_are_as_the_config_says_and_rehearsed_without_random_numbers(config, monkeypatch):
     graphs = []
 
     def compiler(graph, _inputs):
@@ -51,7 +52,7 @@ def test_layers_are_as_the_config_says_and_precompiled_without_random_numbers(co
     monkeypatch.setattr(layers, "COMPILER", compiler)
     asked = with_values(config, {"training.compile": True, "inference.max_model_len": 64})
     before = torch.get_rng_state()
-    precompile_layers(asked)
+    rehearse(asked)
     assert torch.equal(torch.get_rng_state(), before), "compiling early must not change the random numbers of a run"
     num_graphs = len(graphs)
     assert num_graphs > 0
@@ -62,15 +63,24 @@ def test_layers_are_as_the_config_says_and_precompiled_without_random_numbers(co
     assert build(config, None, 123).learner.model.layers == LayerOptions("selective")
 
 
-def test_a_failed_precompilation_does_not_end_the_run(config, broken_compiler, caplog):
+@pytest.mark.parametrize("algorithm", [SFTConfig(), RLConfig(kind="grpo")], ids=["sft", "grpo"])
+def test_a_rehearsal_makes_a_whole_step(config, algorithm, monkeypatch, caplog):
     caplog.set_level("INFO", "slipstream")
-    precompile_layers(with_values(config, {"training.compile": True}))
-    assert "not compiled before the model is loaded" in caplog.text
+    steps = []
+    monkeypatch.setattr(Learner, "optim_commit", lambda learner: steps.append(learner.step))
+    rehearse(planned_config(RunConfig(model=config.model, algorithm=algorithm, training=config.training)))
+    assert len(steps) == 1, caplog.text
+
+
+def test_a_failed_rehearsal_does_not_end_the_run(config, broken_compiler, caplog):
+    caplog.set_level("INFO", "slipstream")
+    rehearse(with_values(config, {"training.compile": True}))
+    assert "no step was made before the model is loaded" in caplog.text
     assert "out of order" in caplog.text
 
 
-def test_precompilation_covers_rows_of_the_runs_length(config, monkeypatch):
+def test_a_rehearsal_covers_rows_of_the_runs_length(config, monkeypatch):
     asked = []
     monkeypatch.setattr(compilation, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")
-    precompile_layers(with_values(config, {"training.compile": True}))
+    rehearse(with_values(config, {"training.compile": True}))
     assert asked == [256]

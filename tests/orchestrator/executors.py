@@ -10,7 +10,7 @@ async def nothing():
 
 def executor_of(engine=None, versions=None, **parts):
     """The other parts do nothing."""
-    names = ("probe", "evaluate", "roll_out", "engine_ready", "start", "make_batches", "make_batch")
+    names = ("probe", "evaluate", "roll_out", "start", "make_batches", "make_batch")
     unseen = dict.fromkeys(names, nothing) | {name: lambda step: None for name in ("close", "open_ledger", "settle")}
     unseen |= {"num_ended": lambda: 0, "change_weights": nothing, "teacher_digest": "", "idle": IdleTime()}
     return Executor(engine, versions, **(unseen | parts))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Values
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan.measure import adapter_config
 from slipstream.plan.memory.trainer import needs_reference
 from slipstream.processes.temporary import temporary
-from slipstream.records import SamplingParams
+from slipstream.records import SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,15 +118,20 @@ def import_trainer(config: PlannedConfig) -> None:
         auto_class(settings).from_config(settings, trust_remote_code=trusted)
 
 
-def precompile_layers(config: PlannedConfig) -> None:
-    """Compile the layers of a small network like the policy's while the engine that holds the weights starts, so that
-    the policy's own are found in the compile cache. A failure costs only time: the policy is then compiled as usual."""
+def rehearse(config: PlannedConfig) -> None:
+    """Train a small network like the policy's for a step while the engine that holds the weights starts. Then the
+    policy's layers are found in the compile cache, and its kernels are built and loaded. A failure costs only time: the
+    policy's own first step does the same."""
     import torch
 
     from slipstream.trainer.model.loading import resolve_folder
     from slipstream.trainer.model.stand_in import save_stand_in
+    from slipstream.trainer.packing import StepBatch
+    from slipstream.weights.fingerprint import describe
 
-    model = config.model
+    model, prompt, completion = config.model, 32, 32
+    token_ids, mask = list(range(prompt + completion)), [place >= prompt for place in range(prompt + completion)]
+    pair = [Sequence(token_ids, mask, [0.0] * len(mask)) for _ in range(2)]
     try:
         with (
             temporary("stand-in") as folder,
@@ -133,38 +139,33 @@ def precompile_layers(config: PlannedConfig) -> None:
         ):  # initialising its weights uses the generator
             save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
             small = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-            compile_if_asked(small, load_model(small), row_tokens=config.training.micro_batch_tokens)
-    except Exception as error:  # noqa: BLE001 - the policy is compiled later in any case, and reports the failure
-        _log.info("layers are not compiled before the model is loaded (%s)", error)
+            learner = _learner(small, load_model(small), row_tokens=config.training.micro_batch_tokens)
+            objective = build_objective(config, SamplingParams(max_tokens=completion))
+            learner.forward_backward(StepBatch(pair, [1.0, -1.0]), objective)
+            learner.optim_prepare(config.training.learning_rate)
+            learner.optim_commit()
+            describe(learner.named_weights())
+    except Exception as error:  # noqa: BLE001 - the policy's own step comes in any case, and reports the failure
+        _log.info("no step was made before the model is loaded (%s)", error)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def build(
-    config: PlannedConfig, workers: Sequence[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
+    config: PlannedConfig, workers: Values[SharedWeights], planned_bytes: int, stage: Stage = nullcontext
 ) -> Trained:
     """Build all models in this process; the policy's weights are those in the memory of the engine's worker, if
     `workers` has one. `planned_bytes`: memory that the plan gives the trainer. Raises CompilerFailed where layers
     cannot be compiled: uncompiled they need more memory than planned."""
     from slipstream.trainer.critic import Critic, ValueModel
-    from slipstream.trainer.learner import Learner, Reference, predicted
-    from slipstream.trainer.model.decoder_graphs import DecoderGraphs
+    from slipstream.trainer.learner import Reference, predicted
     from slipstream.trainer.model.loading import open_shared
 
     tokens = config.training.micro_batch_tokens
-
-    def learner(model: PolicyModel) -> Learner:
-        with stage("compile the layers") if config.training.compile is True else nullcontext():
-            compile_if_asked(config, model)
-        trained = Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
-        if not config.inference.sleep:  # a waking engine takes the memory of graphs
-            model.graphs = DecoderGraphs.of(model, tokens)
-        return trained
-
     with stage("load the trainer's model"):
         model = load_policy(config, open_shared(config.model.path, config.model.dtype, workers))
-    policy = learner(model)
+    policy = _learner(config, model, stage)
     policy.planned_bytes = planned_bytes
     reference = None
     if needs_reference(config):
@@ -175,8 +176,22 @@ def build(
     if uses_critic(config):
         with stage("load the critic"):
             value_model = ValueModel(with_adapter(config, load_model(config)))
-        critic = Critic(learner(value_model), config.critic)
+        critic = Critic(_learner(config, value_model, stage), config.critic)
     return Trained(policy, None if reference is None else Reference(partial(predicted, reference), tokens), critic)
+
+
+def _learner(config: PlannedConfig, model: PolicyModel, stage: Stage = nullcontext, *, row_tokens: int = 0) -> Learner:
+    """`row_tokens`: see `compile_if_asked`."""
+    from slipstream.trainer.learner import Learner
+    from slipstream.trainer.model.decoder_graphs import DecoderGraphs
+
+    tokens = config.training.micro_batch_tokens
+    with stage("compile the layers") if config.training.compile is True else nullcontext():
+        compile_if_asked(config, model, row_tokens=row_tokens)
+    trained = Learner(model, build_optimizer(config, model.network), micro_batch_tokens=tokens)
+    if not config.inference.sleep:  # a waking engine takes the memory of graphs
+        model.graphs = DecoderGraphs.of(model, tokens)
+    return trained
 
 
 def compile_if_asked(
@@ -228,7 +243,7 @@ def build_parts(
     config: PlannedConfig,
     sampling: SamplingParams,
     group: RankGroup,
-    shared: Sequence[SharedWeights] = (),
+    shared: Values[SharedWeights] = (),
     *,
     trains: bool = True,
 ) -> dict[str, RankModel]:

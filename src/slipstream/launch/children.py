@@ -43,7 +43,7 @@ from slipstream.processes.rendezvous import INTERFACE
 from slipstream.processes.signals import StopRequest
 from slipstream.processes.variables import variables_set
 from slipstream.progress import Progress
-from slipstream.records import EngineHealth, SamplingParams
+from slipstream.records import SamplingParams
 from slipstream.runlog import EventLog, RunLog, exit_code_of
 from slipstream.weights.bridges.single_copy import SharedWeights
 
@@ -102,7 +102,6 @@ class Children:
         self._environment: Environment | None = None
         """Set once its `setup` has begun."""
         self._thread: EventLoopThread | None = None
-        self._health: EngineHealth | None = None
         self.error: BaseException | None = None
         """What ended the run, once it ends; None where it ended by itself."""
         self._kills: list[Callable[[], None]] = []
@@ -165,13 +164,6 @@ class Children:
             self._run.log.warning(**fields)
         else:
             self._run.log.event(kind, **fields)
-
-    async def engine_ready(self) -> EngineHealth:
-        """Wait until the engine has started; its health then. Asked once: an engine that shares its weights is out of
-        service for a while afterwards."""
-        if self._health is None:
-            self._health = await self.create_engine().wait_ready()
-        return self._health
 
     def launch_teacher(self) -> RunTeacher:
         """Begin to start the teacher."""

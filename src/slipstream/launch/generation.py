@@ -85,7 +85,6 @@ class _Generation:
             probe=self._probe().sample,
             evaluate=self._evaluate,
             roll_out=self._roll_out,
-            engine_ready=children.engine_ready,
             start=self._start,
             open_ledger=self._open_ledger,
             make_batches=self._make_batches,
@@ -168,7 +167,7 @@ class _Generation:
         """Wait until engine, reward workers and teacher are ready, all at once."""
 
         async def start_engine() -> None:
-            health = await self._children.engine_ready()
+            health = await self._engine.wait_ready()
             self._versions.allow_in_flight()
             shown = {name: getattr(health, name) for name in _HEALTH_SHOWN}
             self._context.log.event("engine", **shown)

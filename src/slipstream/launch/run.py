@@ -25,7 +25,7 @@ from slipstream.launch.build import (
     build_objective,
     build_sharded,
     import_trainer,
-    precompile_layers,
+    rehearse,
     share_weights,
 )
 from slipstream.launch.children import Children, RunContext
@@ -48,7 +48,7 @@ from slipstream.launch.startup.stages import WAIT, Stages
 from slipstream.orchestrator.control import commands
 from slipstream.orchestrator.control.handle import Caller, Orchestrator, RolloutReader
 from slipstream.orchestrator.control.weight_sync import RunHooks, connect
-from slipstream.orchestrator.deadlines import START_GRACE_S, waits_of
+from slipstream.orchestrator.deadlines import waits_of
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.method import Material, method_of
 from slipstream.orchestrator.teacher_engine import refuse_itself
@@ -466,13 +466,14 @@ def _share_weights(run: RunContext, generation: Generation | None) -> tuple[Shar
     if generation is None or config.weights.bridge != "single_copy":
         return ()
     caller, waits_for = generation.caller, "the engine to start and to share its weights"
-    timeout_s = config.inference.start_timeout_s + START_GRACE_S
+    starting = caller.submit(commands.Start())
     with run.stages.stage("import what loading needs"):
         import_trainer(config)
-    if config.training.compile is True and config.lora is None and config.training.ranks == 1:
-        with run.stages.stage("compile layers like the model's"):
-            precompile_layers(config)
+    costs_time = config.training.compile is True or run.prepared.facts.num_gpus > 0
+    if costs_time and config.lora is None and config.training.ranks == 1:
+        with run.stages.stage("rehearse a training step"):
+            rehearse(config)
     with run.stages.stage(WAIT):
-        caller.call(commands.AwaitEngine(), commands.Done, timeout_s, waits_for)
+        caller.wait(starting, commands.Done, waits_of(config).start_s, waits_for)
     share_s = config.weights.apply_timeout_s
     return share_weights(config, lambda command: caller.call(command, commands.Answer, share_s, waits_for))

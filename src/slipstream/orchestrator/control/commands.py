@@ -19,12 +19,9 @@ class Command(msgspec.Struct, frozen=True, tag=True):
     """Base of all commands."""
 
 
-class AwaitEngine(Command, frozen=True):
-    """Wait until the engine is in service."""
-
-
 class Start(Command, frozen=True):
-    """Wait until engine, reward workers and teacher are ready; sent before the first update."""
+    """Wait until engine, reward workers and teacher are ready; sent before the first update, and before an engine
+    shares its weights. Another one is answered at once."""
 
 
 class OpenLedger(Command, frozen=True):
@@ -173,8 +170,7 @@ class Close(Command, frozen=True):
 
 
 AnyCommand = (
-    AwaitEngine
-    | Start
+    Start
     | OpenLedger
     | MakeBatches
     | MakeBatch

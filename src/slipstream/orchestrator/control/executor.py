@@ -29,10 +29,8 @@ class Executor:
     probe: Callable[[], Awaitable[list[Sequence]]]
     evaluate: Callable[[commands.Evaluate], Awaitable[Evaluation]]
     roll_out: Callable[[commands.RollOut], Awaitable[list[Rollout]]]
-    engine_ready: Callable[[], Awaitable[object]]
-    """Ends when the engine is ready."""
     start: Callable[[], Awaitable[None]]
-    """Ends when everything is."""
+    """Ends when engine, reward workers and teacher are ready."""
     open_ledger: Callable[[int], None]
     make_batches: Callable[[commands.MakeBatches], Awaitable[None]]
     make_batch: Callable[[commands.MakeBatch], Awaitable[Batch]]
@@ -47,6 +45,7 @@ class Executor:
     idle: IdleTime
     saved_step: int = 0
     """The step of the newest whole checkpoint, as far as is known here."""
+    has_started: bool = False
     _probing: asyncio.Future[list[Sequence]] | None = None
     """The probe, waiting in the engine with the next batch."""
 
@@ -54,10 +53,10 @@ class Executor:
         """Carry out a command. Raises its failure."""
         engine = self.engine
         match command:
-            case commands.AwaitEngine():
-                await self.engine_ready()
             case commands.Start():
-                await self.start()
+                if not self.has_started:
+                    await self.start()
+                    self.has_started = True
             case commands.OpenLedger(first):
                 self.open_ledger(first)
             case commands.MakeBatches():
