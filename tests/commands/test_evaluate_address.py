@@ -124,8 +124,16 @@ async def test_a_stop_string_that_the_server_names_is_part_of_the_text(server, e
 def test_is_evaluated_and_kept(server, run_file, slipstream, tmp_path, monkeypatch):
     """Needs no model here. The key comes from a variable and is kept nowhere."""
     monkeypatch.setenv("THE_KEY", KEY)
-    wrong = iter(range(100))
-    server.answer = lambda body: "7" if next(wrong) % 4 == 0 else str(int(body["messages"][-1]["content"][0]) + 1)
+    asked = set()
+
+    def answer(body):
+        """The first sample of each task is wrong."""
+        question = body["messages"][-1]["content"]
+        is_first = question not in asked
+        asked.add(question)
+        return "7" if is_first else str(int(question[0]) + 1)
+
+    server.answer = answer
     server.fail = [429, 503]
     how = ("--model", server.url, "--key-variable", "THE_KEY", "--evaluation.samples_per_task", "4")
     code, out, err = slipstream("eval", run_file, *how, "--out", "kept.json", "--json")

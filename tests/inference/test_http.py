@@ -254,22 +254,27 @@ def test_tokens_of_a_version_without_proof_are_not_sent(live, tmp_path):
         await clients.close()
         return answer
 
-    def begin():
-        pair.seen.clear()
-        begun = threading.Event()
-        running = live.thread.submit(stream(begun))
-        assert begun.wait(60)
-        live.call(pair.versions.fence())
-        return running
+    def begin(step):
+        while True:
+            pair.seen.clear()
+            begun = threading.Event()
+            running = live.thread.submit(stream(begun))
+            assert begun.wait(60)
+            live.call(pair.versions.fence())
+            try:
+                running.result(0.5)
+            except TimeoutError:
+                return running
+            pair.publish(step)  # on a busy machine the stream may end before the fence
 
-    running = begin()
+    running = begin(1)
     pair.write(2)
     pair.publish(2)
     good = running.result(60)
     assert (good.error, len(good.token_ids)) == ("", 230)
     assert [name for _, name in good.versions[0]] == ["0.1", "0.2"]
 
-    running = begin()
+    running = begin(2)
     pair.write(3)
     ticket = pair.bridge.publisher.publish(pair.policy.named_weights(), 3, 0, lambda ticket: None)
     sent = len(pair.seen)
@@ -280,7 +285,8 @@ def test_tokens_of_a_version_without_proof_are_not_sent(live, tmp_path):
     bad = running.result(60)
     assert "out of service" in bad.error
     assert len(pair.seen) == sent, "nothing more was sent"
-    assert pair.was_held == [True] * 3
+    assert len(pair.was_held) >= 3
+    assert all(pair.was_held)
     pair.publish(4)
     assert ask(live, lambda clients: clients.completion()).digests.keys() == {"0.4"}
 
