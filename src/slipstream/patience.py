@@ -92,6 +92,11 @@ class Patience:
         self._restarted.clear()
         await self._restarted.wait()
 
+    def end(self) -> None:
+        """Raises the `TimeoutError` now."""
+        if self._loop is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._loop.time())
+
     def paused(self) -> _Paused:
         """A context manager: stops the clock inside, and restarts it from zero afterwards."""
         return _Paused(self)

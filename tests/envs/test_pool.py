@@ -253,8 +253,8 @@ async def test_a_worker_that_cannot_be_replaced_ends_every_call(tmp_path):
 
 
 async def test_the_only_worker_gets_its_next_requests_before_it_has_answered(monkeypatch):
-    """One by one, each would wait for the answer to the one before."""
-    ahead = []
+    """One by one, each would wait for the answer to the one before. Several go in one write."""
+    ahead, writes = [], []
     send, receive = Worker.send, Worker.receive
 
     async def received(self, *given):
@@ -262,12 +262,19 @@ async def test_the_only_worker_gets_its_next_requests_before_it_has_answered(mon
         ahead.append((sent - 1, sent))
         return await receive(self, *given)
 
+    def sent(self, *data):
+        ahead.append((ahead[-1][0] + len(data), 0))
+        writes.append(len(data))
+        send(self, *data)
+
     async with ScorerPool(config()) as pool:
         ahead.append((0, 0))
-        monkeypatch.setattr(Worker, "send", lambda self, data: ahead.append((ahead[-1][0] + 1, 0)) or send(self, data))
+        monkeypatch.setattr(Worker, "send", sent)
         monkeypatch.setattr(Worker, "receive", received)
         await asyncio.gather(*(pool.score(task("4"), "4") for _ in range(100)))
     assert max(open_ones for _, open_ones in ahead) == workers._MAX_NOT_BEGUN
+    assert sum(writes) == 100
+    assert len(writes) <= 100 / (workers._MAX_NOT_BEGUN // 2) + workers._MAX_NOT_BEGUN
 
 
 def test_a_reward_has_no_second_way_to_the_answers():

@@ -285,6 +285,11 @@ class Workers:
         return True
 
     def _send(self, slot: _Slot) -> None:
+        """Sends jobs while there is room, once the worker is through with half of those before: a write for each would
+        take longer than a quick reward."""
+        if len(slot.queue) > _MAX_NOT_BEGUN // 2:
+            return
+        jobs: list[_Job] = []
         while self._waiting and self._has_room(slot, self._waiting[0]):
             job = self._waiting.popleft()
             if job.future.done():  # the caller has given up
@@ -292,7 +297,9 @@ class Workers:
             if not slot.queue:
                 slot.heard_at = asyncio.get_running_loop().time()
             slot.queue[job.id] = job
-            slot.worker.send(job.data)
+            jobs.append(job)
+        if jobs:
+            slot.worker.send(*(job.data for job in jobs))
 
     def _has_room(self, slot: _Slot, job: _Job) -> bool:
         """Whether the worker may get a job now."""

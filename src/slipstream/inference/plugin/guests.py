@@ -84,7 +84,7 @@ class Guests:
         self._host = host
         self._running: dict[str, Guest] = {}
         self._aborting: set[asyncio.Task[None]] = set()
-        service.on_failure = self._refuse
+        service.on_failure.append(self._refuse)
 
     @property
     def num_running(self) -> int:

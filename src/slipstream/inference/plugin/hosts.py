@@ -375,6 +375,7 @@ class AsyncHost(Host):
     """vLLM's `AsyncLLM`."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import envs
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -383,6 +384,8 @@ class AsyncHost(Host):
 
             coordinator.follow_parent()
         super().__init__(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+        # Here, as in the engine core: each request looks at a dozen variables.
+        getattr(envs, "enable_envs_cache", lambda: None)()
 
     @property
     def is_dead(self) -> bool:

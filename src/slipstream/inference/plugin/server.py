@@ -83,6 +83,9 @@ class EngineServer:
         self.digests: dict[str, str] = {}
         """By the names of versions."""
         self._adapters = Adapters(host, self.guests.uses)
+        self._early: set[Patience] = set()
+        """Of requests that entered vLLM during the update under way."""
+        self.service.on_failure.append(self._refuse_early)
         self._request_ended = asyncio.Event()
         self._updating = asyncio.Lock()
         """Updates are one at a time: one whose client gave up may be in a collective when the next is asked for."""
@@ -195,7 +198,8 @@ class EngineServer:
             name = ticket.version.name
             is_running = ticket.bridge == "single_copy" and self.service.unproved == name and not self.steps.is_paused
             self.service.begin_apply(name, proves_running=is_running)
-            self._begin_stall()
+            if not is_running:
+                self._begin_stall()
             try:
                 report = await self._apply(ticket, is_running=is_running)
                 if unproved := report.mismatched + report.unverified:
@@ -203,6 +207,7 @@ class EngineServer:
                     return report
                 self._take(ticket.version)
                 self.service.proved()
+                self._early.clear()
             except Exception as error:
                 self.service.fail(f"applying version {name} failed: {error}")
                 raise
@@ -409,12 +414,17 @@ class EngineServer:
         if not self.num_running:
             self.host.clock.tick()
         self.num_running += 1
+        patience = Patience(request.timeout_s, lambda: self.steps.is_running or not self.service.is_updating)
+        if self.service.is_updating:
+            self._early.add(patience)
         try:
-            async with Patience(request.timeout_s, lambda: self.steps.is_running or not self.service.is_updating):
-                return await (self._generate_early(request) if self.service.is_updating else self._generate(request))
+            async with patience:
+                return await self._generate(request)
         except OutOfService as error:
             return aborted(request, "refused", f"cannot be answered: {error}")
         except TimeoutError:
+            if patience in self._early and not self.service.is_updating:
+                return aborted(request, "refused", f"cannot be answered: {self.service.reason}")
             return aborted(request, "late", f"passed its deadline of {request.timeout_s:g} s: {_DEADLINE_REMEDY}")
         except Refused as error:
             return aborted(request, "invalid", f"was refused by vLLM: {error}")
@@ -425,23 +435,14 @@ class EngineServer:
             self.service.contradict(f"the answer to request {request.id} {answer.error}")
             return answer
         finally:
+            self._early.discard(patience)
             self.num_running -= 1
             self._request_ended.set()
 
-    async def _generate_early(self, request: GenerateRequest) -> Completion:
-        """As `_generate`, of a request entering vLLM during an update. Raises `OutOfService` when this fails, as
-        vLLM then stays paused."""
-        computing = asyncio.create_task(self._generate(request))
-        settled = asyncio.create_task(self.service.until_serving())
-        settled.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            await asyncio.wait((computing, settled), return_when=asyncio.FIRST_COMPLETED)
-            if not computing.done():
-                settled.result()
-            return await computing
-        finally:
-            computing.cancel()
-            settled.cancel()
+    def _refuse_early(self, _: str) -> None:
+        """The update has failed: requests that entered vLLM meanwhile are refused, as it stays paused."""
+        for patience in self._early:
+            patience.end()
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         before, num_discarded = self.version.name if self.version else "", self.service.num_discarded

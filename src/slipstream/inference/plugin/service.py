@@ -64,7 +64,7 @@ class Service:
         """Name of the version vLLM computes with before it is verified."""
         self.num_discarded = 0
         """Versions used by vLLM and never verified; answers made with them are withheld."""
-        self.on_failure: Callable[[str], None] = lambda reason: None
+        self.on_failure: list[Callable[[str], None]] = []
         """Called when the engine goes out of service, with the reason."""
         self._settled = asyncio.Event()
         self._settled.set()
@@ -183,7 +183,8 @@ class Service:
             else:
                 event.set()
         if state is State.FAILED:
-            self.on_failure(reason)
+            for tell in self.on_failure:
+                tell(reason)
 
     def _illegal(self, to: State) -> IllegalTransition:
         return IllegalTransition(
