@@ -6,6 +6,7 @@ starts while the trainer loads, so that neither waits for the other's imports.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -227,6 +228,8 @@ def started(run: RunContext) -> Generator[Parts]:
                 raise
             trained_s = parts.steps.trained_s if parts and parts.steps else 0.0
             raise AttemptFailed(error, trained_s) from error
+        finally:
+            gc.unfreeze()
 
 
 @dataclass
@@ -468,11 +471,14 @@ def _share_weights(run: RunContext, generation: Generation | None) -> tuple[Shar
     caller, waits_for = generation.caller, "the engine to start and to share its weights"
     starting = caller.submit(commands.Start())
     with run.stages.stage("import what loading needs"):
+        from slipstream.trainer import garbage_collection
+
         import_trainer(config)
     costs_time = config.training.compile is True or run.prepared.facts.num_gpus > 0
     if costs_time and config.lora is None and config.training.ranks == 1:
         with run.stages.stage("rehearse a training step"):
             rehearse(config)
+    garbage_collection.freeze()
     with run.stages.stage(WAIT):
         caller.wait(starting, commands.Done, waits_of(config).start_s, waits_for)
     share_s = config.weights.apply_timeout_s

@@ -60,6 +60,8 @@ class TrainingLoop(Steps):
             garbage_collection.unfreeze()
 
     def _run(self) -> None:
+        # Here while an engine starts, for the one after the first step to be short.
+        garbage_collection.freeze()
         training = self.config.training
         evaluate = self.evaluations.is_due_at_start(self.step)
         metrics = self.measure_held_out() if evaluate else {}
