@@ -285,8 +285,7 @@ class Workers:
         return True
 
     def _send(self, slot: _Slot) -> None:
-        """Sends jobs while there is room, once the worker is through with half of those before: a write for each would
-        take longer than a quick reward."""
+        """Sends several jobs in one write if there is room. Alone, a write takes longer than a quick reward."""
         if len(slot.queue) > _MAX_NOT_BEGUN // 2:
             return
         jobs: list[_Job] = []
