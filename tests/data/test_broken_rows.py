@@ -108,6 +108,7 @@ def answered(**changes):
 
 CONVERSATIONS = {
     "nothing_to_imitate": ({"messages": TALK[:1]}, "no assistant message"),
+    "nothing_of_weight": ({"messages": [TALK[0], TALK[1] | {"weight": 0}]}, "has weight 0 in each assistant message"),
     "no_messages": ({"messages": []}, r"messages = \[\]"),
     "messages_a_text": ({"messages": "hello"}, "messages = 'hello'"),
     "no_image": (

@@ -155,6 +155,45 @@ async def test_after_a_version_that_does_not_verify_nothing_steps_and_nothing_is
     assert server.service.is_serving
 
 
+async def test_a_request_that_entered_a_failed_update_is_refused_though_the_next_one_succeeds():
+    """vLLM takes a while to drop a request."""
+
+    class SlowHost(Host):
+        async def generate(self, *given, **named):
+            try:
+                return await super().generate(*given, **named)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.05)
+                raise
+
+    host = SlowHost()
+    host.ends = asyncio.Event()
+    server = serving(host)
+    await server.fence()
+    early = asyncio.create_task(server.generate(ask()))
+    await until(lambda: host.generated)
+    host.shares = [{"w": ("ab", 4, "p")}] * 2
+    assert (await server.apply(disk())).mismatched
+    host.shares = [GOOD, GOOD]
+    assert not (await server.apply(disk(Version(0, 3, "d3")))).mismatched
+    answer = await early
+    assert (answer.cause, "0.2 did not verify" in answer.error) == ("refused", True)
+
+
+async def test_requests_that_enter_during_an_update_are_not_held_up_by_it():
+    host = Host()
+    host.ends = asyncio.Event()
+    server = serving(host)
+    await server.fence()
+    early = asyncio.create_task(server.generate(ask()))
+    await until(lambda: host.generated)
+    await server.go_on(Version(0, 2, ""))
+    report = await server.apply(disk(bridge="single_copy"))
+    assert (report.stall_s, early.done()) == (0.0, False)
+    host.ends.set()
+    assert (await early).finish_reason == "stop"
+
+
 async def test_a_cache_that_vllm_does_not_drop_fails_the_update():
     server = serving()
     server.host.resets = False

@@ -1,5 +1,7 @@
 """The learner is built as the planned config says, and what cannot be done is said."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -67,9 +69,10 @@ def test_layers_are_as_the_config_says_and_rehearsed_without_random_numbers(conf
 def test_a_rehearsal_makes_a_whole_step(config, algorithm, monkeypatch, caplog):
     caplog.set_level("INFO", "slipstream")
     steps = []
-    monkeypatch.setattr(Learner, "optim_commit", lambda learner: steps.append(learner.step))
+    monkeypatch.setattr(Learner, "optim_commit", lambda learner: steps.append(weakref.ref(learner)))
     rehearse(planned_config(RunConfig(model=config.model, algorithm=algorithm, training=config.training)))
     assert len(steps) == 1, caplog.text
+    assert steps[0]() is None, "its memory is free"
 
 
 def test_a_failed_rehearsal_does_not_end_the_run(config, broken_compiler, caplog):

@@ -170,8 +170,10 @@ def plain_conversation(row: Row, columns: Columns, *, is_judged: bool = False) -
                 f"{where}: message {place}, the assistant's, is empty, so only its end would be learned: fill it in, "
                 "give it weight 0, or remove the row"
             )
-    if not any(turn.role == "assistant" and turn.carries_loss for turn in turns):
-        raise DataError(f"{where} has no assistant message, so nothing to train on: add one or remove the row")
+    spoken = [turn for turn in turns if turn.role == "assistant"]
+    if not any(turn.carries_loss for turn in spoken):
+        lacks = "has weight 0 in each assistant message" if spoken else "has no assistant message"
+        raise DataError(f"{where} {lacks}, so nothing to train on: add one or remove the row")
     read = {name if name in row.values else name.partition(".")[0] for name in read}
     return tuple(completed(turns, row)), read | {"tools", *SYSTEMS, *COLUMNS}
 

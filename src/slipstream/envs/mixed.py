@@ -164,6 +164,7 @@ class Mixture(Environment):
 
     async def close(self) -> None:
         """Closes all parts."""
+        self._is_set_up = False
         for environment in self.parts.values():
             await shut_down(environment, self.on_warning)
 

@@ -119,37 +119,42 @@ def import_trainer(config: PlannedConfig) -> None:
 
 
 def rehearse(config: PlannedConfig) -> None:
-    """Train a small network like the policy's for a step while the engine that holds the weights starts. Then the
-    policy's layers are found in the compile cache, and its kernels are built and loaded. A failure costs only time: the
-    policy's own first step does the same."""
+    """Train a small network like the policy's for a step of SFT while the engine that holds the weights starts. Then
+    the policy's layers are found in the compile cache, and its kernels are built and loaded. A failure costs only time:
+    the policy's own first step does the same."""
     import torch
 
-    from slipstream.trainer.model.loading import resolve_folder
-    from slipstream.trainer.model.stand_in import save_stand_in
-    from slipstream.trainer.packing import StepBatch
-    from slipstream.weights.fingerprint import describe
-
-    model, prompt, completion = config.model, 32, 32
-    token_ids, mask = list(range(prompt + completion)), [place >= prompt for place in range(prompt + completion)]
-    pair = [Sequence(token_ids, mask, [0.0] * len(mask)) for _ in range(2)]
     try:
-        with (
-            temporary("stand-in") as folder,
-            torch.random.fork_rng(devices=[]),
-        ):  # initialising its weights uses the generator
-            save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
-            small = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-            learner = _learner(small, load_model(small), row_tokens=config.training.micro_batch_tokens)
-            objective = build_objective(config, SamplingParams(max_tokens=completion))
-            learner.forward_backward(StepBatch(pair, [1.0, -1.0]), objective)
-            learner.optim_prepare(config.training.learning_rate)
-            learner.optim_commit()
-            describe(learner.named_weights())
+        _train_stand_in(config)
     except Exception as error:  # noqa: BLE001 - the policy's own step comes in any case, and reports the failure
         _log.info("no step was made before the model is loaded (%s)", error)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+
+
+def _train_stand_in(config: PlannedConfig) -> None:
+    import torch
+
+    from slipstream.trainer.loss import SFTObjective
+    from slipstream.trainer.model.loading import resolve_folder
+    from slipstream.trainer.model.stand_in import save_stand_in
+    from slipstream.trainer.packing import StepBatch
+    from slipstream.weights.fingerprint import describe
+
+    model, training = config.model, config.training
+    sequences = [Sequence(list(range(64)), [place >= 32 for place in range(64)]) for _ in range(2)]
+    with temporary("stand-in") as folder, torch.random.fork_rng(devices=[]):  # new weights are random numbers
+        save_stand_in(resolve_folder(model.path), folder, model.dtype, trust_remote_code=model.trust_remote_code)
+        small = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+        learner = _learner(small, load_model(small), row_tokens=training.micro_batch_tokens)
+        learner.forward_backward(StepBatch(sequences), SFTObjective())
+        if training.optimizer not in BY_BITSANDBYTES:  # it never frees the memory of paged states
+            learner.optim_prepare(training.learning_rate)
+            learner.optim_commit()
+        describe(learner.named_weights())
 
 
 def build(

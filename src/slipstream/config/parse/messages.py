@@ -102,8 +102,11 @@ def _sentence(key: Key, item: Mapping[str, Any], where: Where) -> str:
         # Two transposed letters are the most common typing error.
         near.sort(key=lambda choice: sorted(choice) != sorted(value))
         remedy = f'did you mean "{near[0]}"? It takes {remedy}' if near else f"use {remedy}"
-        if kind == "union_tag_invalid" and (loss := FORMER_KINDS.get(value)):
-            remedy = f'set algorithm.kind = "sft" and preferences.loss = "{loss}"'
+        if loss := FORMER_KINDS.get(value):
+            if kind == "union_tag_invalid":
+                remedy = f'set algorithm.kind = "sft" and preferences.loss = "{loss}"'
+            elif key.path == "preferences.loss":
+                remedy = f'use "{loss}"'
     else:
         remedy = f"use {remedy}"
     # A table given as text is not shown: it may hold secrets.

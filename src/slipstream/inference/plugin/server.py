@@ -83,8 +83,8 @@ class EngineServer:
         self.digests: dict[str, str] = {}
         """By the names of versions."""
         self._adapters = Adapters(host, self.guests.uses)
-        self._early: set[Patience] = set()
-        """Of requests that entered vLLM during the update under way."""
+        self._early: dict[Patience, str] = {}
+        """Of requests that entered vLLM during the update under way; and the reason why they are refused."""
         self.service.on_failure.append(self._refuse_early)
         self._request_ended = asyncio.Event()
         self._updating = asyncio.Lock()
@@ -207,7 +207,7 @@ class EngineServer:
                     return report
                 self._take(ticket.version)
                 self.service.proved()
-                self._early.clear()
+                self._early = {patience: why for patience, why in self._early.items() if why}
             except Exception as error:
                 self.service.fail(f"applying version {name} failed: {error}")
                 raise
@@ -416,15 +416,15 @@ class EngineServer:
         self.num_running += 1
         patience = Patience(request.timeout_s, lambda: self.steps.is_running or not self.service.is_updating)
         if self.service.is_updating:
-            self._early.add(patience)
+            self._early[patience] = ""
         try:
             async with patience:
                 return await self._generate(request)
         except OutOfService as error:
             return aborted(request, "refused", f"cannot be answered: {error}")
         except TimeoutError:
-            if patience in self._early and not self.service.is_updating:
-                return aborted(request, "refused", f"cannot be answered: {self.service.reason}")
+            if why := self._early.get(patience):
+                return aborted(request, "refused", f"cannot be answered: {why}")
             return aborted(request, "late", f"passed its deadline of {request.timeout_s:g} s: {_DEADLINE_REMEDY}")
         except Refused as error:
             return aborted(request, "invalid", f"was refused by vLLM: {error}")
@@ -435,12 +435,13 @@ class EngineServer:
             self.service.contradict(f"the answer to request {request.id} {answer.error}")
             return answer
         finally:
-            self._early.discard(patience)
+            self._early.pop(patience, None)
             self.num_running -= 1
             self._request_ended.set()
 
-    def _refuse_early(self, _: str) -> None:
+    def _refuse_early(self, reason: str) -> None:
         """The update has failed: requests that entered vLLM meanwhile are refused, as it stays paused."""
+        self._early = {patience: why or reason for patience, why in self._early.items()}
         for patience in self._early:
             patience.end()
 

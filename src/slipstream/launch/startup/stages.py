@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 ENGINE = "start vLLM"
 WAIT = "wait for vLLM"
 _POLL_S = 0.2
+_ROUNDING_S = 1e-3
 _SHORTEST_SHOWN_S = 0.1
 """Shorter stages are not shown in a terminal."""
 _FIRST_ROW = {
@@ -141,7 +142,8 @@ class Stages:
             if phase == "batch" and REWARD in row:
                 name = "first rollouts"
             if phase == "update":  # the wait for the engine is a stage of its own
-                waited = sum(stage.seconds for stage in self._done if stage.name == WAIT)
+                began = at - self.began - _ROUNDING_S
+                waited = sum(stage.seconds for stage in self._done if stage.name == WAIT and stage.began_s >= began)
                 at, seconds = at + waited, max(0.0, seconds - waited)
             self._add(name, at, at + seconds)
             at += seconds
