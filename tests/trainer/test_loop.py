@@ -69,7 +69,7 @@ def test_each_step_takes_a_batch_trains_updates_the_engine_and_releases_it(tmp_p
     update = ["update", "update", "probe"]
     assert run.log.phases == [*update, *["batch", "train", *update] * 3, "checkpoint"]
     assert run.log.repeated == ["train"] * 3
-    assert collected == ["freeze", "unfreeze"]
+    assert collected == ["freeze", "freeze", "unfreeze"], "at the start, and after the first step"
     assert list(run.log.rows) == [0, 1, 2, 3]
     row = run.log.rows[3]
     assert (row["probe/abs_logprob_diff"], row["train/loss"], row["reward/mean"]) == (0.0, 0.25, 0.5)
@@ -181,7 +181,7 @@ def test_a_stop_ends_a_run_between_steps_with_a_checkpoint(tmp_path, collected):
         run.loop.run()
     assert run.loop.writer.saved_step == 1
     assert (tmp_path / "checkpoints/step-000001").is_dir()
-    assert collected == ["freeze", "unfreeze"]
+    assert collected == ["freeze", "freeze", "unfreeze"], "at the start, and after the first step"
 
 
 def test_a_stop_while_the_engine_is_awaited_keeps_the_step_and_its_row(tmp_path):
@@ -240,7 +240,7 @@ def test_a_run_that_learned_nothing_is_an_error(tmp_path, collected):
     with pytest.raises(TrainingError, match="nothing was trained in 3 steps: no group had any reward variance: make"):
         run.loop.run()
     assert not (tmp_path / "checkpoints").exists()
-    assert collected == ["unfreeze"], "nothing was warm"
+    assert collected == ["freeze", "unfreeze"], "nothing was warm"
 
 
 def test_what_a_run_lacked_is_named(tmp_path):

@@ -265,7 +265,7 @@ class Parts:
         from slipstream.trainer.steps import Steps
 
         common, _ = self._common(resume=resume)
-        gc.unfreeze()  # objects of the caller's may end
+        gc.unfreeze()  # some objects are the caller's
         steps = Steps(**common, state=dict(common["resumed"].state))
         self._begin(steps)
         return steps
@@ -445,7 +445,7 @@ def _resume(
             log.warning(f"{damaged}: the run continues from the one before, and this one is now {aside.name}")
         else:
             break
-    # An attempt that failed at its start says 0.
+    # After a failure at the start it is 0.
     attempts = earlier_attempts(read_events(log.folder), log.lineage)
     trained_s = max((float(attempt["trained_s"]) for attempt in attempts), default=0.0)
     resumed = replace(resumed, trained_s=trained_s)
