@@ -140,9 +140,11 @@ def test_parts_are_set_up_once_and_closed_whatever_one_of_them_raises(mixture):
             await mixture.setup()
         mixture.parts["first"].close = raises
         await mixture.close()
+        assert mixture.parts["second"].log == ["setup", "close"]
+        await mixture.setup()
 
     asyncio.run(use())
-    assert mixture.parts["second"].log == ["setup", "close"]
+    assert mixture.parts["second"].log == ["setup", "close", "setup"], "a run of a smaller plan sets up again"
     assert len(warnings) == 1
     assert "close() of Part raised ValueError: no" in warnings[0]
 

@@ -40,6 +40,8 @@ def test_stages_before_and_after_there_is_a_folder_and_those_of_the_first_rows(t
             pass
         with pytest.raises(RuntimeError), stages.stage("fails"):
             raise RuntimeError
+        with stages.stage(WAIT):  # of a trainer that loads the engine's weights
+            time.sleep(0.05)
         stages.begin_steps(3)
         with stages.stage(WAIT):
             time.sleep(0.02)
