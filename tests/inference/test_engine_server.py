@@ -155,6 +155,16 @@ async def test_after_a_version_that_does_not_verify_nothing_steps_and_nothing_is
     assert server.service.is_serving
 
 
+async def entered(host):
+    """A paused engine, and a request in it that ends with `host.ends`."""
+    host.ends = asyncio.Event()
+    server = serving(host)
+    await server.fence()
+    early = asyncio.create_task(server.generate(ask()))
+    await until(lambda: host.generated)
+    return server, early
+
+
 async def test_a_request_that_entered_a_failed_update_is_refused_though_the_next_one_succeeds():
     """vLLM takes a while to drop a request."""
 
@@ -167,11 +177,7 @@ async def test_a_request_that_entered_a_failed_update_is_refused_though_the_next
                 raise
 
     host = SlowHost()
-    host.ends = asyncio.Event()
-    server = serving(host)
-    await server.fence()
-    early = asyncio.create_task(server.generate(ask()))
-    await until(lambda: host.generated)
+    server, early = await entered(host)
     host.shares = [{"w": ("ab", 4, "p")}] * 2
     assert (await server.apply(disk())).mismatched
     host.shares = [GOOD, GOOD]
@@ -182,11 +188,7 @@ async def test_a_request_that_entered_a_failed_update_is_refused_though_the_next
 
 async def test_requests_that_enter_during_an_update_are_not_held_up_by_it():
     host = Host()
-    host.ends = asyncio.Event()
-    server = serving(host)
-    await server.fence()
-    early = asyncio.create_task(server.generate(ask()))
-    await until(lambda: host.generated)
+    server, early = await entered(host)
     await server.go_on(Version(0, 2, ""))
     report = await server.apply(disk(bridge="single_copy"))
     assert (report.stall_s, early.done()) == (0.0, False)

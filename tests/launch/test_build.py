@@ -78,7 +78,7 @@ def test_a_rehearsal_makes_a_whole_step(config, algorithm, monkeypatch, caplog):
 def test_a_failed_rehearsal_does_not_end_the_run(config, broken_compiler, caplog):
     caplog.set_level("INFO", "slipstream")
     rehearse(with_values(config, {"training.compile": True}))
-    assert "no step was made before the model is loaded" in caplog.text
+    assert "no step is rehearsed before the model is loaded" in caplog.text
     assert "out of order" in caplog.text
 
 

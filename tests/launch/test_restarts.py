@@ -8,7 +8,7 @@ from slipstream import errors
 from slipstream.errors import OrchestratorError
 from slipstream.inference import engine
 from slipstream.launch.recovery.restarts import has_lost_weights
-from slipstream.launch.recovery.retry_policy import Restart, earlier_attempts, next_restart
+from slipstream.launch.recovery.retry_policy import Restart, earlier_attempts, next_restart, trained_before
 from slipstream.transport import TransportAway, TransportLost
 
 from ..orchestrator.executors import executor_of
@@ -49,6 +49,12 @@ def test_only_the_attempts_of_one_command_count():
     assert earlier_attempts(events, 2) == []
     assert earlier_attempts([*lineage(0, *again), *lineage(1, *ended), *lineage(2, "opened")], 2) == []
     assert earlier_attempts(lineage(0, "opened"), 0) == []
+
+
+def test_the_time_of_training_survives_an_attempt_that_failed_at_its_start():
+    seconds = enumerate((40.0, 70.0, 0.0))
+    events = [{"lineage": number, "kind": "restart", "step": number, "trained_s": spent} for number, spent in seconds]
+    assert [trained_before(events, number) for number in range(4)] == [0.0, 40.0, 70.0, 70.0]
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def test_a_reward_model_goes_on_where_it_was(command, write, tmp_path):
         (("--algorithm.train_on", "last"), "algorithm.train_on has no effect under"),
         (("--algorithm.kind", "kto"), 'set algorithm.kind = "sft" and preferences.loss = "kto"'),
         (("--algorithm.kind", "dpo"), 'set algorithm.kind = "sft" and preferences.loss = "sigmoid"'),
+        (("--preferences.loss", "dpo"), 'use "sigmoid"'),
         (("--algorithm.pair_loss", "ipo"), "did you mean preferences.loss"),
         (("--algorithm.kl_coef", "0.2"), "algorithm.kl_coef applies to grpo, not to sft"),
         (("--algorithm.kind", "grpo", "--environment.name", "letters.py"), "preferences. applies to sft, not to grpo"),

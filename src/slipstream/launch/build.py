@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import PlannedConfig, SFTConfig
 from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, one_line
 from slipstream.plan.measure import adapter_config
 from slipstream.plan.memory.trainer import needs_reference
 from slipstream.processes.temporary import temporary
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 Stage = Callable[[str], AbstractContextManager[object]]
 """Names and times what is done inside it (`stages.Stages.stage`)."""
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("slipstream.trainer.rehearsal")
+"""Its records are events of the run (`launch.messages`)."""
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """Names of a run's models in commands to the ranks."""
 
@@ -127,7 +128,7 @@ def rehearse(config: PlannedConfig) -> None:
     try:
         _train_stand_in(config)
     except Exception as error:  # noqa: BLE001 - the policy's own step comes in any case, and reports the failure
-        _log.info("no step was made before the model is loaded (%s)", error)
+        _log.info("no step is rehearsed before the model is loaded (%s)", one_line(error))
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -43,7 +43,7 @@ from slipstream.launch.recovery.grace import GraceEnd, LastWords
 from slipstream.launch.recovery.out_of_memory import reports_out_of_memory
 from slipstream.launch.recovery.restarts import AttemptFailed, has_lost_weights, is_retriable, start_again
 from slipstream.launch.recovery.resume import changed_settings, identity_of, refuse_to_resume
-from slipstream.launch.recovery.retry_policy import earlier_attempts
+from slipstream.launch.recovery.retry_policy import trained_before
 from slipstream.launch.startup.compile_caches import persistent_caches
 from slipstream.launch.startup.stages import WAIT, Stages
 from slipstream.orchestrator.control import commands
@@ -445,10 +445,7 @@ def _resume(
             log.warning(f"{damaged}: the run continues from the one before, and this one is now {aside.name}")
         else:
             break
-    # After a failure at the start it is 0.
-    attempts = earlier_attempts(read_events(log.folder), log.lineage)
-    trained_s = max((float(attempt["trained_s"]) for attempt in attempts), default=0.0)
-    resumed = replace(resumed, trained_s=trained_s)
+    resumed = replace(resumed, trained_s=trained_before(read_events(log.folder), log.lineage))
     log.resumed(resumed.step, checkpoint=latest.name if latest else None)
     return resumed
 

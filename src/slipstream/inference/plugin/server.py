@@ -84,7 +84,7 @@ class EngineServer:
         """By the names of versions."""
         self._adapters = Adapters(host, self.guests.uses)
         self._early: dict[Patience, str] = {}
-        """Of requests that entered vLLM during the update under way; and the reason why they are refused."""
+        """Requests that entered vLLM during the update under way, each with the reason of its refusal, once refused."""
         self.service.on_failure.append(self._refuse_early)
         self._request_ended = asyncio.Event()
         self._updating = asyncio.Lock()

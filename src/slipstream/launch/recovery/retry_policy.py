@@ -29,6 +29,11 @@ def earlier_attempts(events: Sequence[dict[str, Any]], lineage: int) -> list[dic
     return found
 
 
+def trained_before(events: Sequence[dict[str, Any]], lineage: int) -> float:
+    """Return the seconds of training in earlier attempts. A failure at the start says 0."""
+    return max((float(attempt["trained_s"]) for attempt in earlier_attempts(events, lineage)), default=0.0)
+
+
 def next_restart(step: int | None, attempts: Sequence[dict[str, Any]], max_restarts: int) -> Restart | str:
     """Decide what follows these attempts after another has failed: a restart, or the reason for none. `step`: where it
     failed, which it may do once at each step; None where the cause lies outside the run (a process was killed, a

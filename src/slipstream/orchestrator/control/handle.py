@@ -145,15 +145,13 @@ class Orchestrator:
     hold: Callable[[int | None], None] = lambda step: None
     """Told the step of the files to keep, while an engine stays on this version; None: of none."""
     last_evaluation: Evaluation | None = None
-    _has_started: bool = False
     _published: int = -1
-    """The step published last."""
+    """The step published last; -1 before the first."""
     _beside: _Beside | None = None
 
     def update(self, step: int) -> None:
         """See the loop's `Engine`."""
-        if not self._has_started:
-            self._has_started = True
+        if self._published < 0:
             with self.hooks.waiting_for_engine():
                 self.caller.call(commands.Start(), commands.Done, self.waits.start_s, "the engine to start")
         self.hooks.before_update()
