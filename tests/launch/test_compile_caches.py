@@ -120,6 +120,33 @@ def test_the_name_changes_with_what_decides_whether_code_is_valid(monkeypatch, t
     assert len(names) == 5
 
 
+def test_bytecode_is_kept_where_python_keeps_none(monkeypatch, tmp_path):
+    """As in a container that sets PYTHONDONTWRITEBYTECODE, with packages that were not compiled at installation."""
+    (tmp_path / "large.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compile_caches, "_LARGE", ("large",))
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import large"]
+
+    with persistent_caches(print):
+        folder = tmp_path / "cache" / "slipstream" / key() / "python"
+        assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(folder), False)
+        with persistent_caches(print):  # of a part of the run
+            assert sys.pycache_prefix == str(folder)
+        subprocess.run(command, check=True)
+        assert [path.name for path in folder.rglob("large*.pyc")] == [f"large.{sys.implementation.cache_tag}.pyc"]
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (None, True)
+    assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert "PYTHONPYCACHEPREFIX" not in os.environ
+
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""})  # as an installer does
+    with persistent_caches(print):
+        assert sys.pycache_prefix is None
+
+
 def begin(tmp_path):
     return subprocess.Popen([sys.executable, "-c", COMPILE], stdout=subprocess.PIPE, text=True, env={**os.environ})
 

@@ -1,5 +1,8 @@
 """Persistent compile caches of torch, Triton and vLLM, so that the next run finds what this one has compiled.
 
+Python's bytecode is kept as well where Python keeps none of theirs: a container's PYTHONDONTWRITEBYTECODE, or packages
+that the user may not write to. Otherwise each process compiles them at import, which takes half of vLLM's import.
+
 Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it. Other versions and
 devices use other folders. Variables that are set take precedence. Without a usable folder it is temporary: another user
 may have made the compilers' usual ones. Runs may share the folder, since torch and Triton name files after their
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -22,6 +26,9 @@ from slipstream.processes.temporary import cache_root, private_folder, temporary
 from slipstream.processes.variables import variables_set
 from slipstream.runlog import versions
 
+_BYTECODE, _NO_BYTECODE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
+_LARGE = ("torch", "transformers", "vllm")
+"""Packages imported by a run's processes, with thousands of modules."""
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -37,6 +44,8 @@ def persistent_caches(warn: Callable[[str], None]) -> Generator[None]:
         root = _root(warn, stack) if unset else None
         if root is not None:
             stack.enter_context(variables_set({name: str(root / _FOLDERS[name]) for name in unset}))
+            if not os.environ.get(_BYTECODE) and any(map(_is_compiled_again, _LARGE)):
+                stack.enter_context(_bytecode_kept(root / "python"))
         if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
             remove_unfinished(Path(folder))
         yield
@@ -50,6 +59,28 @@ def _root(warn: Callable[[str], None], stack: contextlib.ExitStack) -> Path | No
     with contextlib.suppress(OSError):
         return stack.enter_context(temporary("compiled"))
     return None
+
+
+def _is_compiled_again(package: str) -> bool:
+    """Whether each process compiles a package's modules, as there is no bytecode and Python writes none."""
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or spec.cached is None or Path(spec.cached).exists():
+        return False
+    return sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
+
+
+@contextlib.contextmanager
+def _bytecode_kept(folder: Path) -> Generator[None]:
+    """Inside, this process and its children read bytecode from `folder`, and write it there."""
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    with variables_set({_BYTECODE: str(folder), _NO_BYTECODE: ""}):  # empty: not set, for Python
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+        try:
+            yield
+        finally:
+            sys.pycache_prefix, sys.dont_write_bytecode = before
 
 
 def _default_of_torch(name: str) -> str | None:
