@@ -11,7 +11,8 @@ resolves on this machine. TRL has vLLM in its process, and weights of 32 bits. E
 own engine, and ends at `--stop-at` or after `--max-steps`. Each run has one GPU.
 
 Columns: start-up, from the process's start to the first step; training, from there to the end of the step that reached
-the target; evaluations count in neither. With several GPUs, each has one run at a time. Results in the folder are kept:
+the target; evaluations count in neither. If the first evaluation took longer than the others, the rest is start-up.
+With several GPUs, each has one run at a time. Results in the folder are kept:
 their runs are not repeated.
 
 Prints Markdown tables. The exit code is 1 when a run failed. It is 1, too, when the medians of a case reached by both
@@ -188,7 +189,9 @@ def timeline(folder: Path, system: str, began: float) -> dict[str, Any]:
             training[row["step"]] = row["end"] - rows[0]["end"] - evaluated
         if "accuracy" in row:
             accuracy[row["step"]] = row["accuracy"]
-    startup = rows[0]["end"] - rows[0]["evaluate_s"] - began
+    # The first evaluation may have preparations in it or beside it.
+    usual = statistics.median([row["evaluate_s"] for row in rows[1:] if "accuracy" in row] or [rows[0]["evaluate_s"]])
+    startup = rows[0]["end"] - min(usual, rows[0]["evaluate_s"]) - began
     return {
         "startup_s": startup,
         "training_s": {"0": 0.0, **{str(step): seconds for step, seconds in training.items()}},

@@ -7,11 +7,13 @@ import torch
 
 from slipstream.commands.small_models.tiny_qwen3 import new_model
 from slipstream.config import ModelConfig, RLConfig, RunConfig, SFTConfig, TrainingConfig, with_values
-from slipstream.launch.build import build, rehearse
+from slipstream.launch.build import build, capture_graphs, rehearse, usual_rows
 from slipstream.plan.decided import planned_config
 from slipstream.trainer.learner import Learner
 from slipstream.trainer.model import compilation, layers
+from slipstream.trainer.model.decoder_graphs import RowShape
 from slipstream.trainer.model.layers import LayerOptions
+from slipstream.trainer.packing import micro_batches
 from tests.refusals import refuses
 
 
@@ -87,3 +89,44 @@ def test_a_rehearsal_covers_rows_of_the_runs_length(config, monkeypatch):
     monkeypatch.setattr(compilation, "compile_layers", lambda *_, row_tokens, **__: asked.append(row_tokens) or "")
     rehearse(with_values(config, {"training.compile": True}))
     assert asked == [256]
+
+
+class Graphs:
+    """Serves no row, and notes them; breaks at row `breaks_at`."""
+
+    def __init__(self, breaks_at=None):
+        self.shapes, self.breaks_at = [], breaks_at
+
+    def hidden(self, row):
+        assert torch.is_grad_enabled()
+        self.shapes.append(RowShape.of(row.layout).tokens)
+        if len(self.shapes) == self.breaks_at:
+            raise torch.OutOfMemoryError("full")
+
+
+def test_graphs_are_captured_from_the_largest_row_on(config, caplog):
+    caplog.set_level("INFO", "slipstream")
+    learner = build(with_values(config, {"training.micro_batch_tokens": 6000}), None, 123).learner
+    before = {name: tensor.clone() for name, tensor in learner.state().items()}
+
+    def captured(is_over=lambda: False, breaks_at=None):
+        learner.model.graphs = Graphs(breaks_at)
+        capture_graphs(learner, is_over)
+        assert not any(holder.grad is not None for holder in learner.optimizer._holders.values())
+        return learner.model.graphs.shapes
+
+    assert captured() == [8192, 4096, 2048]
+    waits = iter([False, True])
+    assert captured(lambda: next(waits)) == [8192]
+    assert not caplog.text
+    assert captured(breaks_at=2) == [8192, 4096]
+    assert "no more graphs are captured before the first step (OutOfMemoryError: full)" in caplog.text
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.state().items())
+
+
+@pytest.mark.parametrize("most", [8192, 6000, 4096, 1024])
+def test_a_usual_row_is_one_row(most):
+    for batch in usual_rows(most):
+        rows = list(micro_batches(batch, most))
+        assert len(rows) == 1
+        assert RowShape.of(rows[0].layout).segments == 256

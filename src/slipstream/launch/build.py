@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Values
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from slipstream.trainer.model.loading import SharedTensors
     from slipstream.trainer.model.policy import PolicyModel
     from slipstream.trainer.optim.base import Optimizer, RateOf
+    from slipstream.trainer.packing import StepBatch
     from slipstream.weights.bridges.single_copy import SharedWeights
 
 Stage = Callable[[str], AbstractContextManager[object]]
 """Names and times what is done inside it (`stages.Stages.stage`)."""
 _log = logging.getLogger("slipstream.trainer.rehearsal")
 """Its records are events of the run (`launch.messages`)."""
+_GROUP_TOKENS = 288
+"""Of eight completions of 32 tokens after a prompt of as many."""
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """Names of a run's models in commands to the ranks."""
 
@@ -156,6 +159,39 @@ def _train_stand_in(config: PlannedConfig) -> None:
             learner.optim_prepare(training.learning_rate)
             learner.optim_commit()
         describe(learner.named_weights())
+
+
+def capture_graphs(learner: Learner, is_over: Callable[[], bool]) -> None:
+    """Capture the decoder's CUDA graphs for rows of usual sizes, if graphs serve the model, until `is_over`. The
+    largest are the first, as the others share their memory. Gradients are discarded. A failure costs only time."""
+    from slipstream.trainer.learner import add_gradients
+    from slipstream.trainer.loss import SFTObjective
+    from slipstream.trainer.packing import micro_batches
+
+    model, most, objective = learner.model, learner.micro_batch_tokens, SFTObjective()
+    if model.graphs is None:
+        return
+    try:
+        for batch in usual_rows(most):
+            if is_over():
+                break
+            rows = micro_batches(batch, most, device=model.device)
+            add_gradients(model, rows, objective, objective.counts(batch))
+    except Exception as error:  # noqa: BLE001 - as above
+        _log.info("no more graphs are captured before the first step (%s)", one_line(error))
+    learner.optimizer.discard_gradients()
+
+
+def usual_rows(most_tokens: int) -> Iterator[StepBatch]:
+    """Batches that fill a row of `most_tokens`, half of it and a quarter: groups of eight with a prompt in common."""
+    from slipstream.trainer.packing import StepBatch
+
+    room = 1 << (most_tokens - 1).bit_length()  # of a graph
+    mask = [False] * 32 + [True] * 32
+    for size in (room, room // 2, room // 4):
+        groups = range(max(1, min(most_tokens, size) * 7 // 8 // _GROUP_TOKENS))
+        prompts = [[number >> bit & 1 for bit in range(32)] for number in groups]  # any vocabulary has these tokens
+        yield StepBatch([Sequence([*prompt, *[0] * 32], mask) for prompt in prompts for _ in range(8)])
 
 
 def build(

@@ -25,6 +25,7 @@ from slipstream.launch.build import (
     build,
     build_objective,
     build_sharded,
+    capture_graphs,
     import_trainer,
     rehearse,
     share_weights,
@@ -256,7 +257,8 @@ class Parts:
         reader = _reader(run, self.generation, engine, hooks, resumed, self.curriculum)
         environment = run.prepared.environment
         early = begins_early(run.config) and environment is not None and environment.begins_with_turn
-        loop = TrainingLoop(reader=reader, should_stop=run.should_stop, begins_early=early, **common)
+        prepare = partial(capture_graphs, common["learner"])
+        loop = TrainingLoop(reader=reader, should_stop=run.should_stop, begins_early=early, prepare=prepare, **common)
         self._begin(loop)
         return loop
 

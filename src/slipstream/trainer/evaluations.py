@@ -73,10 +73,18 @@ class EarlyStop:
         self._num_worse = state["num_worse"]
 
 
+Meanwhile = Callable[[Callable[[], bool]], None]
+"""Work during a wait; its argument tells whether the wait is over."""
+
+
+def nothing(is_over: Callable[[], bool]) -> None:
+    """No work during a wait."""
+
+
 class Evaluates(Protocol):
     """Evaluates versions: the loop's `Engine`."""
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, meanwhile: Meanwhile = nothing) -> dict[str, float]:
         """Evaluate the version applied last, `step`, on held-out tasks; returns metrics."""
         ...
 
@@ -117,7 +125,7 @@ class Evaluations:
         every = self._config.every if self._config is not None else 0
         return self._config is not None and (is_last or (every > 0 and step % every == 0))
 
-    def make(self, engine: Evaluates, step: int, *, is_last: bool) -> dict[str, float]:
+    def make(self, engine: Evaluates, step: int, *, is_last: bool, meanwhile: Meanwhile = nothing) -> dict[str, float]:
         """Evaluate version `step`; returns metrics, none yet if the evaluation goes on beside training."""
         if self.running is not None:
             self._progress.phase(f"wait for the evaluation of step {self.running}")
@@ -129,7 +137,7 @@ class Evaluations:
                 self.running = step
                 self._log.event("evaluation_began", step=step)
                 return {}
-            metrics = engine.evaluate(step)
+            metrics = engine.evaluate(step, meanwhile)
         self.done_step = step
         return metrics
 

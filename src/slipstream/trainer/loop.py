@@ -22,6 +22,7 @@ from slipstream import records
 from slipstream.config.traits import generates_for
 from slipstream.errors import EngineError, Interrupted, one_line
 from slipstream.trainer import garbage_collection
+from slipstream.trainer.evaluations import Meanwhile, nothing
 from slipstream.trainer.steps import Engine, Steps
 
 __all__ = ["Engine", "Reader", "TrainingLoop"]
@@ -41,6 +42,8 @@ class TrainingLoop(Steps):
 
     reader: Reader
     should_stop: Callable[[], bool] = lambda: False
+    prepare: Meanwhile = nothing
+    """Prepares the trainer's first steps while the engine evaluates the start model."""
     begins_early: bool = False
     """Whether a batch's requests may wait in the engine while its version is trained."""
 
@@ -66,7 +69,7 @@ class TrainingLoop(Steps):
         evaluate = self.evaluations.is_due_at_start(self.step)
         metrics = self.measure_held_out() if evaluate else {}
         if self.engine is not None:
-            metrics |= self.synchronise(evaluate, is_last=self.step >= training.steps)
+            metrics |= self.synchronise(evaluate, is_last=self.step >= training.steps, meanwhile=self.prepare)
         if metrics:
             self.report(metrics)
             self.observe(metrics)

@@ -31,7 +31,7 @@ from slipstream.trainer.checkpoints.resumed import Identity, Resumed
 from slipstream.trainer.checkpoints.writer import CheckpointWriter
 from slipstream.trainer.credit_assignment import Credit
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.evaluations import Evaluates, Evaluations
+from slipstream.trainer.evaluations import Evaluates, Evaluations, Meanwhile, nothing
 from slipstream.trainer.learner import Learner, Scorer
 from slipstream.trainer.loss import Objective, PolicyObjective
 from slipstream.trainer.metrics import (
@@ -251,10 +251,12 @@ class Steps:
                 else "nothing was trained: the run made no step"
             )
 
-    def synchronise(self, evaluate: bool, *, is_last: bool, change: Change | None = None) -> dict[str, float]:
+    def synchronise(
+        self, evaluate: bool, *, is_last: bool, change: Change | None = None, meanwhile: Meanwhile = nothing
+    ) -> dict[str, float]:
         """Update the engine's weights, probe it, evaluate if asked, and release the version; returns metrics. Without
         an evaluation rollouts begin before the trainer's half of the probe, but in this process's first call.
-        `is_last`: no step follows; `change`: see `Engine.release`."""
+        `is_last`: no step follows; `change`: see `Engine.release`; `meanwhile`: done while the engine evaluates."""
         engine = self.engine
         assert engine is not None
         # A resume uses rollouts of the version it starts with: none may be from before that version's comparison.
@@ -270,7 +272,7 @@ class Steps:
         with self.log.phase("probe"):
             metrics = self._probe(sequences)
         if evaluate:
-            metrics |= self.evaluations.make(engine, self.step, is_last=is_last)
+            metrics |= self.evaluations.make(engine, self.step, is_last=is_last, meanwhile=meanwhile)
         if not is_early:
             engine.release(self.step, change)
         return metrics

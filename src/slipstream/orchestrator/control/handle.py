@@ -24,6 +24,7 @@ from slipstream.orchestrator.hooks import TrainerHooks
 from slipstream.orchestrator.thread import POLL_S, EventLoopThread, Silence, wait_for
 from slipstream.records import Batch, Rollout, Ticket
 from slipstream.records import Sequence as TokenSequence
+from slipstream.trainer.evaluations import Meanwhile, nothing
 from slipstream.transport import Receipt, TransportClosed
 from slipstream.weights import Announce
 
@@ -220,9 +221,11 @@ class Orchestrator:
         """See the loop's `Engine`. Does not wait."""
         self.caller.submit(commands.Begin(step))
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, meanwhile: Meanwhile = nothing) -> dict[str, float]:
         """See the loop's `Engine`."""
-        return self._evaluated(step, self.caller.submit(commands.Evaluate(step)))
+        answer = self.caller.submit(commands.Evaluate(step))
+        meanwhile(answer.done)
+        return self._evaluated(step, answer)
 
     def begin_evaluation(self, step: int) -> None:
         """See the loop's `Engine`. Does not wait."""
