@@ -104,6 +104,21 @@ def test_scaling_by_position_is_where_vllm_reads_it(config, found, tmp_path):
     assert made(model=str(tmp_path)).get("hf_overrides") == found
 
 
+@pytest.mark.parametrize(
+    ("config", "is_one"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, True),
+        ({"text_config": {"sliding_window": 512, "sliding_window_pattern": 6}}, True),  # Gemma 3 before transformers 5
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 512}, False),
+        ({"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}, False),
+        ({}, False),
+    ],
+)
+def test_layers_with_and_without_a_window_have_one_kind_of_cache(config, is_one, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert made(model=str(tmp_path)).get("disable_hybrid_kv_cache_manager", False) is is_one
+
+
 def test_pixels_are_normalized_as_in_the_trainer_where_there_are_any(vllm, tmp_path):
     assert PIXELS not in made(model=str(tmp_path))
     (tmp_path / "config.json").write_text('{"text_config": {}}')

@@ -111,7 +111,7 @@ def test_graphs_are_captured_from_the_largest_row_on(config, caplog):
 
     def captured(is_over=lambda: False, breaks_at=None):
         learner.model.graphs = Graphs(breaks_at)
-        capture_graphs(learner, is_over)
+        capture_graphs(learner, 6000, is_over)
         assert not any(holder.grad is not None for holder in learner.optimizer._holders.values())
         return learner.model.graphs.shapes
 

@@ -161,21 +161,21 @@ def _train_stand_in(config: PlannedConfig) -> None:
         describe(learner.named_weights())
 
 
-def capture_graphs(learner: Learner, is_over: Callable[[], bool]) -> None:
-    """Capture the decoder's CUDA graphs for rows of usual sizes, if graphs serve the model, until `is_over`. The
-    largest are the first, as the others share their memory. Gradients are discarded. A failure costs only time."""
+def capture_graphs(learner: Learner, most_tokens: int, is_over: Callable[[], bool]) -> None:
+    """Capture the decoder's CUDA graphs for rows of up to `most_tokens`, if graphs serve the model, until `is_over`.
+    The largest are the first, as the others share their memory. Gradients are discarded. A failure costs only time."""
     from slipstream.trainer.learner import add_gradients
     from slipstream.trainer.loss import SFTObjective
     from slipstream.trainer.packing import micro_batches
 
-    model, most, objective = learner.model, learner.micro_batch_tokens, SFTObjective()
+    model, objective = learner.model, SFTObjective()
     if model.graphs is None:
         return
     try:
-        for batch in usual_rows(most):
+        for batch in usual_rows(most_tokens):
             if is_over():
                 break
-            rows = micro_batches(batch, most, device=model.device)
+            rows = micro_batches(batch, most_tokens, device=model.device)
             add_gradients(model, rows, objective, objective.counts(batch))
     except Exception as error:  # noqa: BLE001 - as above
         _log.info("no more graphs are captured before the first step (%s)", one_line(error))

@@ -60,6 +60,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **(_routed_experts() if settings.replay_experts else {}),
         **_capture_sizes(settings),
         **_block_size(),
+        **_one_cache(Path(settings.model)),
         **_pixels(Path(settings.model)),
         **settings.options,
         **_model_overrides(settings),
@@ -83,9 +84,7 @@ def _compile_key(settings: EngineSettings) -> dict[str, Any]:
 def _position_scaling(folder: Path) -> dict[str, Any]:
     """Llama 4's scaling of queries by position (Ministral 3), moved from `rope_parameters`, its place in transformers,
     to its place in vLLM; otherwise vLLM computes these models without it."""
-    if not (folder / "config.json").is_file():
-        return {}
-    whole = json.loads((folder / "config.json").read_text())
+    whole = _config_of(folder)
     part = whole.get("text_config", whole)
     rotary = part.get("rope_parameters") or {}
     if "llama_4_scaling_beta" not in rotary or "llama_4_scaling" in part:
@@ -143,14 +142,27 @@ def _block_size() -> dict[str, Any]:
     return {"block_size": min(sizes)} if sizes else {}
 
 
+def _one_cache(folder: Path) -> dict[str, Any]:
+    """One kind of KV cache for layers with and without a sliding window. Two kinds save memory that the plan does not
+    count on, and without them the scheduler has a fast path (`patches/decoding.py`)."""
+    whole = _config_of(folder)
+    part = whole.get("text_config", whole)
+    kinds = set(part.get("layer_types") or ())
+    is_mixed = kinds == {"full_attention", "sliding_attention"} or (not kinds and "sliding_window_pattern" in part)
+    return {"disable_hybrid_kv_cache_manager": True} if is_mixed else {}
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The model's config.json; empty for the name of a model."""
+    path = folder / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def _pixels(folder: Path) -> dict[str, Any]:
     """Have the image processor normalize pixels, as in the trainer. vLLM 0.32 otherwise leaves this to the tower, with
     the numbers in the processor's file. The class's defaults are missing there, and pixels then stay as they are."""
-    reads_images = (folder / "config.json").is_file() and "vision_config" in json.loads(
-        (folder / "config.json").read_text()
-    )
     name = "mm_device_do_normalize"
-    return {name: False} if reads_images and _has_argument(name) else {}
+    return {name: False} if "vision_config" in _config_of(folder) and _has_argument(name) else {}
 
 
 def _capture_sizes(settings: EngineSettings) -> dict[str, Any]:

@@ -377,16 +377,13 @@ class AsyncHost(Host):
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import envs
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if arguments.get("data_parallel_size", 1) > 1:
             from slipstream.inference.plugin import coordinator
 
             coordinator.follow_parent()
-        # As of `vllm serve`, whose steps have more tokens on a large GPU: requests come many at a time.
-        context = UsageContext.OPENAI_API_SERVER
-        super().__init__(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=context))
+        super().__init__(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
         # Here, as in the engine core: each request looks at a dozen variables.
         getattr(envs, "enable_envs_cache", lambda: None)()
 
