@@ -143,8 +143,8 @@ def _block_size() -> dict[str, Any]:
 
 
 def _one_cache(folder: Path) -> dict[str, Any]:
-    """One kind of KV cache for layers with and without a sliding window. Two kinds save memory that the plan does not
-    count on, and without them the scheduler has a fast path (`patches/decoding.py`)."""
+    """One kind of KV cache for layers with and without a sliding window. The plan does not count on the memory saved by
+    two kinds, and the scheduler has a fast path for one (`patches/decoding.py`)."""
     whole = _config_of(folder)
     part = whole.get("text_config", whole)
     kinds = set(part.get("layer_types") or ())
