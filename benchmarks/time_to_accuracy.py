@@ -411,8 +411,10 @@ def draw(path: Path, results: dict[str, dict[str, list[dict[str, Any]]]]) -> Non
     matplotlib.rcParams["svg.hashsalt"] = "slipstream"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(results), figsize=(4.6 * len(results), 3.4), squeeze=False)
-    for axis, (name, systems) in zip(axes[0], results.items(), strict=True):
+    columns = min(2, len(results))
+    rows = -(-len(results) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.2 * rows), squeeze=False)
+    for axis, (name, systems) in zip(axes.flat, results.items(), strict=False):
         for (system, runs), color in zip(systems.items(), ("tab:blue", "tab:orange"), strict=False):
             for number, each in enumerate(each for each in runs if "error" not in each):
                 seconds = [each["startup_s"] + each["training_s"][step] for step in each["accuracy"]]
@@ -421,9 +423,10 @@ def draw(path: Path, results: dict[str, dict[str, list[dict[str, Any]]]]) -> Non
                 axis.plot(seconds, values, marker="o", markersize=3, color=color, label=label, alpha=0.8)
         axis.axhline(100 * CASES[name].target, color="gray", linewidth=0.8, linestyle="--")
         axis.set_title(name)
-        axis.set_xlabel("seconds since the process's start")
+        axis.set_xlabel("seconds since the process's start, without evaluations")
         axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel(f"accuracy on {NUM_HELD_OUT} held-out tasks, %")
+    for axis in axes[:, 0]:
+        axis.set_ylabel(f"accuracy on {NUM_HELD_OUT} held-out tasks, %")
     axes[0][0].legend(loc="lower right", frameon=False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
