@@ -189,7 +189,7 @@ def timeline(folder: Path, system: str, began: float) -> dict[str, Any]:
             training[row["step"]] = row["end"] - rows[0]["end"] - evaluated
         if "accuracy" in row:
             accuracy[row["step"]] = row["accuracy"]
-    # The first evaluation may have preparations in it or beside it.
+    # The first evaluation may have preparations beside it. Longer completions of the start model count as these, too.
     usual = statistics.median([row["evaluate_s"] for row in rows[1:] if "accuracy" in row] or [rows[0]["evaluate_s"]])
     startup = rows[0]["end"] - min(usual, rows[0]["evaluate_s"]) - began
     return {

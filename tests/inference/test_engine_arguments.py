@@ -107,14 +107,15 @@ def test_scaling_by_position_is_where_vllm_reads_it(config, found, tmp_path):
 @pytest.mark.parametrize(
     ("config", "is_one"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, True),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}, True),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 63}, False),
         ({"text_config": {"sliding_window": 512, "sliding_window_pattern": 6}}, True),  # Gemma 3 before transformers 5
         ({"layer_types": ["full_attention"] * 2, "sliding_window": 512}, False),
-        ({"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}, False),
+        ({"layer_types": ["linear_attention", "sliding_attention", "full_attention"], "sliding_window": 64}, False),
         ({}, False),
     ],
 )
-def test_layers_with_and_without_a_window_have_one_kind_of_cache(config, is_one, tmp_path):
+def test_caches_of_one_kind_need_contexts_within_the_window(config, is_one, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert made(model=str(tmp_path)).get("disable_hybrid_kv_cache_manager", False) is is_one
 

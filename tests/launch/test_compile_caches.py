@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.config.user_code import import_file
+from slipstream.inference.preimport import engine_environment
 from slipstream.launch.startup import compile_caches
 from slipstream.launch.startup.compile_caches import cache_root, key, persistent_caches, private_folder
 
@@ -122,7 +124,8 @@ def test_the_name_changes_with_what_decides_whether_code_is_valid(monkeypatch, t
 
 def test_bytecode_is_kept_where_python_keeps_none(monkeypatch, tmp_path):
     """As in a container that sets PYTHONDONTWRITEBYTECODE, with packages that were not compiled at installation."""
-    (tmp_path / "large.py").write_text("value = 1\n")
+    for name in ("large", "mine", "beside"):
+        (tmp_path / f"{name}.py").write_text("import beside\n" if name == "mine" else "")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(compile_caches, "_LARGE", ("large",))
     monkeypatch.setattr(sys, "pycache_prefix", None)
@@ -130,17 +133,22 @@ def test_bytecode_is_kept_where_python_keeps_none(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import large"]
+    for name in NAMES:  # the compilers' own folders are the user's business
+        monkeypatch.setenv(name, "/elsewhere")
 
     with persistent_caches(print):
-        folder = tmp_path / "cache" / "slipstream" / key() / "python"
-        assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(folder), False)
+        folder = Path(sys.pycache_prefix)
+        assert (folder.parent, sys.dont_write_bytecode) == (tmp_path / "cache" / "slipstream" / key(), False)
         with persistent_caches(print):  # of a part of the run
             assert sys.pycache_prefix == str(folder)
-        subprocess.run(command, check=True)
-        assert [path.name for path in folder.rglob("large*.pyc")] == [f"large.{sys.implementation.cache_tag}.pyc"]
+        import_file(tmp_path / "mine.py", "reward.file")
+        assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(folder), False)
+        assert not list(tmp_path.rglob("*.pyc")), "bytecode of a file that the user changes could be old"
+        subprocess.run(command, check=True, env=engine_environment(os.environ))
+        assert f"large.{sys.implementation.cache_tag}.pyc" in [path.name for path in folder.rglob("*.pyc")]
+        assert "PYTHONPYCACHEPREFIX" not in {**os.environ, **engine_environment(os.environ, on_this_host=False)}
     assert (sys.pycache_prefix, sys.dont_write_bytecode) == (None, True)
     assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
-    assert "PYTHONPYCACHEPREFIX" not in os.environ
 
     subprocess.run(command, check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""})  # as an installer does
     with persistent_caches(print):

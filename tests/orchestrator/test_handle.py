@@ -189,6 +189,13 @@ def test_a_stop_request_ends_each_wait_but_the_one_for_a_fence(what):
         call(orchestrator_of(caller))
 
 
+def test_work_of_the_trainer_comes_between_asking_for_an_evaluation_and_waiting_for_it():
+    caller, seen = Answering(Evaluate=EngineError("the engine died")), []
+    with pytest.raises(EngineError, match="the engine died"):
+        orchestrator_of(caller).evaluate(3, lambda is_over: seen.append((list(caller.sent), is_over())))
+    assert seen == [([commands.Evaluate(3)], True)]
+
+
 def reader_of(caller, transport, hooks=None, rollouts_s=0.05):
     reader = RolloutReader(caller, transport, waits=Waits(1e6, 1e6, rollouts_s), hooks=hooks or Told())
     reader.start(commands.MakeBatches(0, 5))

@@ -38,6 +38,14 @@ def test_rollouts_begin_before_the_trainer_compares_the_probe(tmp_path):
     assert compared == [1, 1, 2, 3], "the first one, with which a resume begins, is compared before"
 
 
+def test_the_first_steps_are_prepared_while_the_start_model_is_evaluated(tmp_path):
+    prepared = []
+    config = planned(training={"steps": 4}, evaluation={"every": 2})
+    run = make_run(tmp_path, config=config, prepare=lambda is_over: prepared.append((list(run.calls), is_over())))
+    run.loop.run()
+    assert prepared == [(["update 0"], False)]
+
+
 def test_with_one_copy_of_the_weights_the_next_batch_begins_during_training(tmp_path):
     config = planned(
         training={"steps": 5}, weights={"bridge": "single_copy"}, evaluation={"every": 2, "at_start": False}

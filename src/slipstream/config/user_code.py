@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -100,7 +101,8 @@ def import_file(path: Path, setting: str) -> ModuleType:
     if _recorders:
         note(CodeRead(setting, path, hashlib.sha256(path.read_bytes()).hexdigest()))
     try:
-        spec.loader.exec_module(module)
+        with _own_bytecode():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code, whatever it raises
         del sys.modules[name]
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -108,6 +110,18 @@ def import_file(path: Path, setting: str) -> ModuleType:
         place = f", line {frames[-1].lineno if frames else number}" if frames or number else ""
         raise ConfigError(f"{setting}: importing {path}{place} failed: {one_line(error)}") from error
     return module
+
+
+@contextmanager
+def _own_bytecode() -> Generator[None]:
+    """Python's own rules for bytecode, in place of those for packages (`launch.startup.compile_caches`)."""
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    given = os.environ.get("PYTHONPYCACHEPREFIX")
+    sys.pycache_prefix, sys.dont_write_bytecode = given or None, bool(sys.flags.dont_write_bytecode)
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
 
 
 def place_of(error: BaseException) -> str:

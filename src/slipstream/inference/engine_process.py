@@ -127,7 +127,7 @@ class EngineProcess:
         self._marks.write_text(f"{began:.3f} import\n")
 
     def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        environment = engine_environment(own)
+        environment = engine_environment(own, on_this_host=not self._node)
         environment |= {
             start_marks.VARIABLE: str(self._marks),
             # What vLLM leaves there when it is killed goes with the folder.

@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ _READ_LATER = {start_marks.VARIABLE, "TMPDIR"}
 """Environment variables not read at import."""
 
 
-def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(own: Mapping[str, str], *, on_this_host: bool = True) -> dict[str, str]:
     """The environment of an engine's processes as far as it does not depend on settings: `own`, and ours on top."""
     environment = dict(own)
     environment |= {
@@ -41,6 +42,8 @@ def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
     }
+    if on_this_host and sys.pycache_prefix:  # by `compile_caches`; an empty variable is none
+        environment |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     # A CPU's attention divides contexts among threads if there are few sequences. Sums then depend on a step's chance
     # requests, and the same run would not give the same bits.

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config import PlannedConfig, SFTConfig
+from slipstream.config import PlannedConfig, RLConfig, SFTConfig
 from slipstream.config.traits import BY_BITSANDBYTES, uses_critic
 from slipstream.errors import ConfigError, one_line
+from slipstream.plan.facts import Facts
 from slipstream.plan.measure import adapter_config
 from slipstream.plan.memory.trainer import needs_reference
 from slipstream.processes.temporary import temporary
@@ -42,8 +43,10 @@ Stage = Callable[[str], AbstractContextManager[object]]
 """Names and times what is done inside it (`stages.Stages.stage`)."""
 _log = logging.getLogger("slipstream.trainer.rehearsal")
 """Its records are events of the run (`launch.messages`)."""
-_GROUP_TOKENS = 288
-"""Of eight completions of 32 tokens after a prompt of as many."""
+_GROUP_TOKENS = 295
+"""Room in a row for eight completions of 32 tokens after a prompt of as many."""
+_LONGEST_SEGMENT = 256
+"""Tokens of prompts and completions up to which graphs have the same shape."""
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 """Names of a run's models in commands to the ranks."""
 
@@ -164,34 +167,53 @@ def _train_stand_in(config: PlannedConfig) -> None:
 def capture_graphs(learner: Learner, most_tokens: int, is_over: Callable[[], bool]) -> None:
     """Capture the decoder's CUDA graphs for rows of up to `most_tokens`, if graphs serve the model, until `is_over`.
     The largest are the first, as the others share their memory. Gradients are discarded. A failure costs only time."""
+    import torch
+
     from slipstream.trainer.learner import add_gradients
     from slipstream.trainer.loss import SFTObjective
+    from slipstream.trainer.model.decoder_graphs import DecoderGraphs
     from slipstream.trainer.packing import micro_batches
 
     model, objective = learner.model, SFTObjective()
-    if model.graphs is None:
+    if model.graphs is None or not most_tokens:
         return
     try:
         for batch in usual_rows(most_tokens):
-            if is_over():
+            if is_over() or model.graphs.problem:
                 break
             rows = micro_batches(batch, most_tokens, device=model.device)
             add_gradients(model, rows, objective, objective.counts(batch))
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - the steps' own rows come in any case, and report the failure
         _log.info("no more graphs are captured before the first step (%s)", one_line(error))
     learner.optimizer.discard_gradients()
+    if model.graphs.problem:  # perhaps as this row was larger than all to come
+        model.graphs = DecoderGraphs.of(model, learner.micro_batch_tokens)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def most_row_tokens(config: PlannedConfig, facts: Facts) -> int:
+    """Bound on the tokens of the trainer's rows. 0 if their shapes are not those of `usual_rows`: without prompts in
+    common, with long segments, or with several turns."""
+    algorithm, prompt, completion = config.algorithm, facts.data.max_prompt_tokens, config.sampling.max_tokens
+    if not isinstance(algorithm, RLConfig) or algorithm.group_size == 1 or facts.data.max_turns > 1:
+        return 0
+    if max(prompt, completion) > _LONGEST_SEGMENT:
+        return 0
+    num_groups = -(-config.training.prompts_per_batch // config.training.updates_per_batch)
+    return min(config.training.micro_batch_tokens, num_groups * (prompt + algorithm.group_size * completion))
 
 
 def usual_rows(most_tokens: int) -> Iterator[StepBatch]:
     """Batches that fill a row of `most_tokens`, half of it and a quarter: groups of eight with a prompt in common."""
     from slipstream.trainer.packing import StepBatch
 
-    room = 1 << (most_tokens - 1).bit_length()  # of a graph
     mask = [False] * 32 + [True] * 32
-    for size in (room, room // 2, room // 4):
-        groups = range(max(1, min(most_tokens, size) * 7 // 8 // _GROUP_TOKENS))
+    for tokens in (most_tokens, most_tokens // 2, most_tokens // 4):
+        groups = range(tokens // _GROUP_TOKENS)
         prompts = [[number >> bit & 1 for bit in range(32)] for number in groups]  # any vocabulary has these tokens
-        yield StepBatch([Sequence([*prompt, *[0] * 32], mask) for prompt in prompts for _ in range(8)])
+        if prompts:
+            yield StepBatch([Sequence([*prompt, *[0] * 32], mask) for prompt in prompts for _ in range(8)])
 
 
 def build(

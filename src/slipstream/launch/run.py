@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.artifacts.outgoing import hold_for_upload
-from slipstream.config import PlannedConfig, RLConfig, SFTConfig, dump_resolved
+from slipstream.config import PlannedConfig, SFTConfig, dump_resolved
 from slipstream.config.traits import asks_teacher, begins_early, has_curriculum
 from slipstream.data.curriculum import MixtureCurriculum
 from slipstream.data.examples import SFTReader
@@ -27,6 +27,7 @@ from slipstream.launch.build import (
     build_sharded,
     capture_graphs,
     import_trainer,
+    most_row_tokens,
     rehearse,
     share_weights,
 )
@@ -54,7 +55,6 @@ from slipstream.orchestrator.deadlines import waits_of
 from slipstream.orchestrator.evaluate import Evaluation
 from slipstream.orchestrator.method import Material, method_of
 from slipstream.orchestrator.teacher_engine import refuse_itself
-from slipstream.plan.facts import Facts
 from slipstream.plan.machine import gpus_at_start
 from slipstream.plan.memory.last_run import record_memory
 from slipstream.plan.memory.shortages import memory_at_start
@@ -258,7 +258,7 @@ class Parts:
         reader = _reader(run, self.generation, engine, hooks, resumed, self.curriculum)
         environment = run.prepared.environment
         early = begins_early(run.config) and environment is not None and environment.begins_with_turn
-        prepare = partial(capture_graphs, common["learner"], _most_row_tokens(run.config, run.prepared.facts))
+        prepare = partial(capture_graphs, common["learner"], most_row_tokens(run.config, run.prepared.facts))
         loop = TrainingLoop(reader=reader, should_stop=run.should_stop, begins_early=early, prepare=prepare, **common)
         self._begin(loop)
         return loop
@@ -382,15 +382,6 @@ def _connect(
     engine, publisher = connect(config, learner, caller, hooks, log, lambda: writer.saved_step, servers)
     children.at_exit(publisher.close)
     return engine, hooks
-
-
-def _most_row_tokens(config: PlannedConfig, facts: Facts) -> int:
-    """Tokens of the longest row of the trainer: of a whole update, or as many as its memory has room for."""
-    most, algorithm = config.training.micro_batch_tokens, config.algorithm
-    if not isinstance(algorithm, RLConfig) or facts.data.max_turns > 1:
-        return most
-    group = facts.data.max_prompt_tokens + algorithm.group_size * config.sampling.max_tokens
-    return min(most, config.training.prompts_per_batch * group // config.training.updates_per_batch)
 
 
 def _reader(

@@ -60,7 +60,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **(_routed_experts() if settings.replay_experts else {}),
         **_capture_sizes(settings),
         **_block_size(),
-        **_one_cache(Path(settings.model)),
+        **_one_cache(settings),
         **_pixels(Path(settings.model)),
         **settings.options,
         **_model_overrides(settings),
@@ -142,14 +142,16 @@ def _block_size() -> dict[str, Any]:
     return {"block_size": min(sizes)} if sizes else {}
 
 
-def _one_cache(folder: Path) -> dict[str, Any]:
-    """One kind of KV cache for layers with and without a sliding window. The plan does not count on the memory saved by
-    two kinds, and the scheduler has a fast path for one (`patches/decoding.py`)."""
-    whole = _config_of(folder)
+def _one_cache(settings: EngineSettings) -> dict[str, Any]:
+    """One kind of KV cache for layers with and without a sliding window, if no context is longer than the window. Two
+    kinds save no memory then, and the scheduler has a fast path for one (`patches/decoding.py`). In longer contexts
+    vLLM 0.26 applies the window of a joint cache to all layers."""
+    whole = _config_of(Path(settings.model))
     part = whole.get("text_config", whole)
     kinds = set(part.get("layer_types") or ())
     is_mixed = kinds == {"full_attention", "sliding_attention"} or (not kinds and "sliding_window_pattern" in part)
-    return {"disable_hybrid_kv_cache_manager": True} if is_mixed else {}
+    is_within = settings.max_model_len <= (part.get("sliding_window") or 0)
+    return {"disable_hybrid_kv_cache_manager": True} if is_mixed and is_within else {}
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

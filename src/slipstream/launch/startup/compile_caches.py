@@ -1,12 +1,14 @@
 """Persistent compile caches of torch, Triton and vLLM, so that the next run finds what this one has compiled.
 
-Python's bytecode is kept as well where Python keeps none of theirs: a container's PYTHONDONTWRITEBYTECODE, or packages
-that the user may not write to. Otherwise each process compiles them at import, which takes half of vLLM's import.
+Bytecode of large packages is kept as well, if Python keeps none: a container has PYTHONDONTWRITEBYTECODE, or the user
+may not write to the packages. Each process would compile them, for half of the time of vLLM's import. This holds for
+this process and its engines. Reward workers and the user's files follow Python's own rules.
 
 Guarantees: the folder belongs to this user alone (mode 0700), because code is loaded from it. Other versions and
 devices use other folders. Variables that are set take precedence. Without a usable folder it is temporary: another user
 may have made the compilers' usual ones. Runs may share the folder, since torch and Triton name files after their
-content, and write them whole or under a lock. It may be removed at any time.
+content, and write them whole or under a lock; so does Python, which checks bytecode by its source's time and size. The
+folder may be removed at any time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from slipstream.processes.temporary import cache_root, private_folder, temporary
 from slipstream.processes.variables import variables_set
 from slipstream.runlog import versions
 
-_BYTECODE, _NO_BYTECODE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 _LARGE = ("torch", "transformers", "vllm")
 """Packages imported by a run's processes, with thousands of modules."""
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
@@ -41,11 +42,12 @@ def persistent_caches(warn: Callable[[str], None]) -> Generator[None]:
     possible."""
     unset = [name for name in _FOLDERS if os.environ.get(name) in (None, "", _default_of_torch(name))]
     with contextlib.ExitStack() as stack:
-        root = _root(warn, stack) if unset else None
+        is_slow = sys.pycache_prefix is None and any(map(_is_compiled_again, _LARGE))
+        root = _root(warn, stack) if unset or is_slow else None
         if root is not None:
             stack.enter_context(variables_set({name: str(root / _FOLDERS[name]) for name in unset}))
-            if not os.environ.get(_BYTECODE) and any(map(_is_compiled_again, _LARGE)):
-                stack.enter_context(_bytecode_kept(root / "python"))
+        if root is not None and is_slow:
+            stack.enter_context(_bytecode_kept(root / f"python-{versions().get('transformers')}"))
         if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
             remove_unfinished(Path(folder))
         yield
@@ -73,14 +75,13 @@ def _is_compiled_again(package: str) -> bool:
 
 @contextlib.contextmanager
 def _bytecode_kept(folder: Path) -> Generator[None]:
-    """Inside, this process and its children read bytecode from `folder`, and write it there."""
+    """Inside, this process keeps bytecode in `folder`, and so do its engines (`inference.preimport`)."""
     before = sys.pycache_prefix, sys.dont_write_bytecode
-    with variables_set({_BYTECODE: str(folder), _NO_BYTECODE: ""}):  # empty: not set, for Python
-        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-        try:
-            yield
-        finally:
-            sys.pycache_prefix, sys.dont_write_bytecode = before
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
 
 
 def _default_of_torch(name: str) -> str | None:

@@ -152,7 +152,8 @@ class DecoderGraphs:
         self._pools: dict[bool, Any] = {}
         """The memory of graphs with a backward pass, and of those without."""
         self._pending: weakref.ref[_Pending] | None = None
-        self._problem = ""
+        self.problem = ""
+        """See `GraphedDecoder`."""
 
     @classmethod
     def of(cls, model: PolicyModel, micro_batch_tokens: int) -> DecoderGraphs | None:
@@ -175,7 +176,7 @@ class DecoderGraphs:
         """The decoder's last hidden states `[T, D]`, valid until the next call; differentiable once. None: no graph
         serves this row now."""
         is_pending = self._pending is not None and self._pending() is not None
-        if self._problem or is_pending or row.shard is not None or row.layout.has_blocks:
+        if self.problem or is_pending or row.shard is not None or row.layout.has_blocks:
             return None
         if self._layer_size * _room(len(row.token_ids_T), _LEAST_TOKENS) > _MOST_WORK:  # one sequence, longer than rows
             return None
@@ -205,9 +206,9 @@ class DecoderGraphs:
         try:
             self._capture(graph, trains)
         except Exception as error:  # noqa: BLE001 - of a model's code, a compiler or the driver
-            self._problem = one_line(error.__context__ or error)  # a capture that ends early hides the reason
+            self.problem = one_line(error.__context__ or error)  # a capture that ends early hides the reason
             self._graphs, self._sums = {}, []
-            _log.warning("the decoder computes without CUDA graphs (%s)", self._problem)
+            _log.warning("the decoder computes without CUDA graphs (%s)", self.problem)
             return None
         self._graphs[shape, trains] = graph
         return graph

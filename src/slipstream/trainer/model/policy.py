@@ -59,6 +59,11 @@ from slipstream.weights.model_files import weights_digest
 class GraphedDecoder(Protocol):
     """The decoder as CUDA graphs (`DecoderGraphs`)."""
 
+    @property
+    def problem(self) -> str:
+        """Why rows are computed without graphs since a capture failed; empty if none did."""
+        ...
+
     def hidden(self, row: MicroBatch) -> Tensor | None:
         """Its last hidden states `[T, D]`. None: no graph serves this row now."""
         ...
