@@ -173,7 +173,7 @@ def test_rows_of_a_step_share_their_graphs(model_folder, make_graphs):
     graphs = model.graphs = make_graphs(model)
     for step, expected in zip([*steps, *steps[::-1]], [*plain, *plain[::-1]], strict=True):
         check_close(trained(learner, optimizer, step), expected)
-    assert graphs._problem == ""
+    assert graphs.problem == ""
     assert len({shape.tokens for shape, _ in graphs._graphs}) == 2
     for found, expected in zip(learner.forward(steps[0]).logprobs, logprobs, strict=True):
         torch.testing.assert_close(found, expected)
@@ -234,7 +234,7 @@ def test_where_a_capture_fails_the_step_goes_on_without(model_folder, make_graph
     monkeypatch.setattr(torch.cuda, "graph", graph)
     graphs = model.graphs = make_graphs(model)
     check_close(trained(learner, optimizer, groups(11)), expected)
-    assert graphs._problem.endswith("operation not permitted when stream is capturing")
+    assert graphs.problem.endswith("operation not permitted when stream is capturing")
     assert "the decoder computes without CUDA graphs (RuntimeError: operation not" in caplog.text
     check_close(trained(learner, optimizer, groups(11)), expected)
     assert len(captured) == 4, "it is not tried again"
@@ -263,7 +263,7 @@ def test_both_passes_give_what_they_give_without_graphs(model_folder, num_comple
         results.append((learner.forward(sequences).logprobs, gradients))
     (plain_logprobs, plain), (logprobs, gradients) = results
     assert graphs is not None
-    assert (len(graphs._graphs), graphs._problem) == (num_graphs, "")
+    assert (len(graphs._graphs), graphs.problem) == (num_graphs, "")
     assert all(map(torch.equal, plain_logprobs, logprobs))
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, plain[name], rtol=2e-2, atol=2e-3 * float(plain[name].abs().max()))
