@@ -12,8 +12,7 @@ own engine, and ends at `--stop-at` or after `--max-steps`. Each run has one GPU
 
 Columns: start-up, from the process's start to the first step; training, from there to the end of the step that reached
 the target; evaluations count in neither. If the first evaluation took longer than the others, the rest is start-up.
-With several GPUs, each has one run at a time. Results in the folder are kept:
-their runs are not repeated.
+With several GPUs, each has one run at a time. Results in the folder are kept: their runs are not repeated.
 
 Prints Markdown tables. The exit code is 1 when a run failed. It is 1, too, when the medians of a case reached by both
 are above the limits: half of TRL's training time, 70 % of its time from the start.
