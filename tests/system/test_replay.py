@@ -306,6 +306,8 @@ class TestRefused:
         assert "training.ranks = 2, and a replay is one process: repeat the run with" in refused(run, 0, 2)
         file.write_text(text.replace("\nmax_model_len = ", '\nmax_model_len = "auto" # '))
         assert "does not say what inference.max_model_len was planned to be" in refused(run, 0, 2)
+        file.write_text("")
+        assert "resolved.toml is empty: copy it from the run again" in refused(run, 0, 2)
 
     def test_sft(self, scripted, run_file, refused):
         text = run_file.with_name("sft.toml").read_text().replace("[weights]\nprobe_tasks = 2\n", "")

@@ -1,6 +1,7 @@
 """A disk without room: one sentence, nothing left, and what was there before is whole."""
 
 import resource
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -70,6 +71,7 @@ def test_another_failure_is_not_the_disks(error, tmp_path):
     [
         (OSError(5, "Input/output error", "/a/file"), "Input/output error"),
         (OSError("it is away"), "it is away"),
+        (shutil.Error([("a", "b", "no room for b"), ("c", "d", "no room for d")]), "no room for b"),
         (SafetensorError("no room\nfor it"), "no room"),
         (RuntimeError("PytorchStreamWriter failed writing file"), "torch could not write all of it"),
     ],

@@ -167,6 +167,8 @@ def _settings(run: Path) -> PlannedConfig:
     file = run / "resolved.toml"
     if not file.is_file():
         raise ConfigError(f"{run} has no resolved.toml, as the run ended before it was planned: name another run")
+    if not file.stat().st_size:
+        raise ConfigError(f"{file} is empty: copy it from the run again, or name another run")
     loaded = load_config(file).config
     if isinstance(loaded.algorithm, SFTConfig):
         raise ConfigError(

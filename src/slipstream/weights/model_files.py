@@ -91,7 +91,9 @@ def told_of_the_disk(folder: Path, temporary: Path) -> Generator[None]:
         yield
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
+        if isinstance(error, shutil.Error):  # of all files of a folder
+            reason = str(error.args[0][0][-1])
+        elif isinstance(error, OSError | SafetensorError):
             reason = getattr(error, "strerror", None) or first_line(error)
         elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_CANNOT_WRITE):
             reason = "torch could not write all of it"
