@@ -9,12 +9,13 @@ import signal
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.orchestrator.control.handle import Orchestrator
 from slipstream.runlog import read_events, read_exit, read_metrics
 from slipstream.runlog.evaluations import find_evaluation, read_evaluation
 from slipstream.weights.fingerprint import describe, digest
 from slipstream.weights.model_files import read_model_folder
 
-from .conftest import LETTERS
+from .conftest import LETTERS, learned
 
 pytestmark = pytest.mark.engine
 
@@ -59,6 +60,24 @@ def test_from_a_new_model_to_an_accuracy(command, run_file, tmp_path):
     assert metrics["eval/num_failed"] == 0
     assert 0 < metrics["eval/accuracy_low"] < metrics["eval/accuracy"] < metrics["eval/accuracy_high"] < 1
     assert abs(metrics["eval/accuracy"] - summary["eval/accuracy"]) <= 0.1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+def test_requests_that_wait_in_the_engine_give_the_same_run(kind, slipstream, run_file, tmp_path, monkeypatch):
+    """DAPO's refills come after the version that the batch waited for."""
+    begun, begin = [], Orchestrator.begin
+    monkeypatch.setattr(Orchestrator, "begin", lambda self, step: begun.append(step) or begin(self, step))
+    options = (*COIN, "--algorithm.kind", kind, "--weights.bridge", "single_copy", "--training.steps", "4")
+    early, late = tmp_path / "early", tmp_path / "late"
+    assert slipstream("train", run_file, *options, "--run.folder", early)[0] == 0
+    assert begun == [1, 2, 3]
+    monkeypatch.setattr("slipstream.launch.run.begins_early", lambda config: False)
+    assert slipstream("train", run_file, *options, "--run.folder", late)[0] == 0
+    assert begun == [1, 2, 3]
+    assert learned(early) == learned(late)
+    ends = [read_model_folder(folder / "checkpoints/step-000004/weights") for folder in (early, late)]
+    assert describe(ends[0]) == describe(ends[1])
+    check_run(early, steps=4)
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(command, run_file, tmp_path):
