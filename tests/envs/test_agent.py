@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.config.environment import EnvironmentConfig
 from slipstream.envs.base import Address, Episode
+from slipstream.envs.hosted import command
 from slipstream.envs.hosted.apart import placement
 from slipstream.envs.hosted.command import run_command
 from slipstream.envs.hosted.keeper import EnvironmentRaised
@@ -123,6 +124,13 @@ def test_a_command_that_fails_says_how(program, said):
         asyncio.run(run_command([sys.executable, "-c", program], "", {}))
     with pytest.raises(EnvironmentRaised, match="cannot be started"):
         asyncio.run(run_command(["no-such-command"], "", {}))
+
+
+def test_a_command_that_fills_the_disk_is_killed(monkeypatch):
+    monkeypatch.setattr(command, "_MOST_OUTPUT", 1 << 20)
+    program = "import sys,time; sys.stdout.write('a' * 2_000_000); sys.stdout.flush(); time.sleep(100)"
+    with pytest.raises(EnvironmentRaised, match="has printed more than 1 MiB: print the result alone"):
+        asyncio.run(asyncio.wait_for(run_command([sys.executable, "-c", program], "", {}), 20))
 
 
 def test_a_command_is_killed_with_its_call(tmp_path):

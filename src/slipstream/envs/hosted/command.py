@@ -6,6 +6,8 @@ is cancelled.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +25,8 @@ TASK = "SLIPSTREAM_TASK"
 """Environment variable: the file of the task."""
 _PROGRAM = Path(str(inside.__file__)).with_name("command.py")
 _MAX_BYTES = 64 * 2**20
+_MOST_OUTPUT = 2**30
+"""Bytes of standard output that a command may write to the disk."""
 _RESULT_BYTES = 2**20
 """At most so much of the output's end is read."""
 _POLL_S = 1.0
@@ -50,9 +54,12 @@ async def run_command(
             _PROGRAM, environment, resources, max_bytes=_MAX_BYTES, on_output=OutputLog(log).write
         )
         try:
-            await process.has_ended_output.wait()  # of all that it has started
-            while not await process.has_ended(_POLL_S):  # it may have closed its output long before
-                pass
+            # The output is that of all it has started, and it may have closed it long before.
+            while not (process.has_ended_output.is_set() and await process.has_ended(_POLL_S)):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await process.has_ended_output.wait()
+                _check_size(folder / "result", command)
         finally:
             await process.kill()
         code = process.poll()
@@ -62,6 +69,15 @@ async def run_command(
             how = ending(code, f"more than {MAX_PROCESSES} processes")
             raise EnvironmentRaised(f"the agent's command {' '.join(command)!r:.200} ended with {how}{said}")
         return _last_line(folder / "result")
+
+
+def _check_size(result: Path, command: Sequence[str]) -> None:
+    """Raise `EnvironmentRaised` where the command fills the disk."""
+    if result.exists() and result.stat().st_size > _MOST_OUTPUT:
+        raise EnvironmentRaised(
+            f"the agent's command {' '.join(command)!r:.200} has printed more than {_MOST_OUTPUT >> 20} MiB: print the "
+            "result alone, and the rest to standard error"
+        )
 
 
 def _last_line(path: Path) -> str:
