@@ -26,7 +26,7 @@ TASK = "SLIPSTREAM_TASK"
 _PROGRAM = Path(str(inside.__file__)).with_name("command.py")
 _MAX_BYTES = 64 * 2**20
 _MOST_OUTPUT = 2**30
-"""Bytes of standard output that a command may write to the disk."""
+"""Bytes of standard output. A command with more is killed."""
 _RESULT_BYTES = 2**20
 """At most so much of the output's end is read."""
 _POLL_S = 1.0
@@ -72,7 +72,7 @@ async def run_command(
 
 
 def _check_size(result: Path, command: Sequence[str]) -> None:
-    """Raise `EnvironmentRaised` where the command fills the disk."""
+    """Raise `EnvironmentRaised` for more output than the disk should hold."""
     if result.exists() and result.stat().st_size > _MOST_OUTPUT:
         raise EnvironmentRaised(
             f"the agent's command {' '.join(command)!r:.200} has printed more than {_MOST_OUTPUT >> 20} MiB: print the "
