@@ -243,6 +243,8 @@ def test_the_interval_of_each_figure_counts_the_samples_that_it_takes():
     spread = found["std@4"]
     values = [float(np.std(task.values)) for task in tasks]
     assert (spread.low, spread.high) == pytest.approx(mean_interval(np.array(values))), "it is no fraction"
+    few = figures([Sampled((1.0, 0.0)), Sampled((1.0, 1.0)), Sampled((0.0, 0.0))], is_fraction=True)["std@2"]
+    assert few.low == 0.0 < few.high, "no deviation is below 0"
     other = figures(tasks, is_fraction=False)
     assert (other["mean@4"].low, other["mean@4"].high) == pytest.approx(mean_interval(np.array([0.5, 0.25] * 4)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -131,6 +132,8 @@ def test_a_whole_model_takes_the_place_of_an_adapter(place):
 def test_what_is_missing_is_said(place, tmp_path):
     with pytest.raises(ConfigError, match=r"belongs to no run .*slipstream eval RUN_FILE --model"):
         find_target(place / "model", None, ())
+    with pytest.raises(ConfigError, match="run:q2 is a model without tasks: slipstream eval RUN_FILE --model run:q2"):
+        find_target(Path("run:q2"), None, [])
     with pytest.raises(ConfigError, match="nowhere does not exist: name a run file, a run, or"):
         find_target(place / "nowhere", None, ())
     (tmp_path / "events.jsonl").touch()

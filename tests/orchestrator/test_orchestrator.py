@@ -320,6 +320,16 @@ async def test_rollouts_that_the_engine_lost_are_the_engines_failure_and_a_warni
     assert "1 of 3 rollouts of the evaluation were lost" in warnings[1]
 
 
+@pytest.mark.parametrize(("right", "number"), [("none", 1), ("0", 0)])
+async def test_a_run_whose_first_rollouts_all_fail_says_so_before_its_batch_has_ended(right, number):
+    engine = ScriptedEngine(lambda prompt, seed: [ord("b" if chr(prompt[-1]) == right else "x"), END])
+    warnings = []
+    batcher = make_batcher(engine, max_reward_failures=1.0, group_size=4, warn=warnings.append)
+    await batcher.make(0, Version(0, 0), TASKS)
+    assert len(warnings) == number
+    assert all(text.startswith("the first 8 rollouts have all failed (reward_error): ") for text in warnings)
+
+
 async def test_a_batch_holds_its_groups_and_counts_what_is_missing():
     engine = ScriptedEngine(lambda prompt, seed: [ord("x" if prompt[-1] == ord("2") else "b"), END])
     batch = await make_batcher(engine, max_reward_failures=0.5).make(4, Version(0, 4), TASKS)

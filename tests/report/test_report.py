@@ -419,6 +419,10 @@ def test_the_gain_is_told_at_the_end_and_by_a_run_of_python(write):
     half = math.hypot(0.05, 0.05)  # Newcombe's interval of a difference
     assert run.gained == pytest.approx((0.6, 0.6 - half, 0.6 + half))
     assert "accuracy 0.800 (+60.0 points, 95 % interval +" in repr(run)
+    high = {"eval/accuracy": 0.95, "eval/accuracy_low": 0.9, "eval/accuracy_high": 0.99}
+    worse = rewrite(write("worse"), "metrics.jsonl", lambda row: row if row["step"] else row | high)
+    assert "gained:     -15.0 points" in _gain_line(worse)
+    assert "the model got worse; lower training.learning_rate" in _gain_line(worse)
     flat = write("flat", learns=False)
     assert _gain_line(flat).endswith("no sure gain; docs/when-rl-does-not-learn.md says what to change")
     rewrite(flat, "metrics.jsonl", lambda row: {name.replace("reward/", "other/"): row[name] for name in row})

@@ -136,9 +136,9 @@ def _power(base: Floats, exponent: int, degree: int) -> Floats:
 def figures(tasks: Sequence[Sampled], *, is_fraction: bool) -> dict[str, Figure]:
     """The figures of a group of tasks by name (`mean@4`), each the mean over its tasks.
 
-    `is_fraction`: the values are 0 or 1; pass@k is added if every task has k samples, and intervals (but std@n's) are
-    Wilson's, otherwise Student's. A task with fewer samples than the most has figures of its own samples; one without
-    any must be left out. maj@k is added if every task has votes.
+    `is_fraction`: the values are 0 or 1; pass@k is added if every task has k samples, and intervals are Wilson's;
+    otherwise, and for std@n, Student's. A task with fewer samples than the most has figures of its own samples; one
+    without any must be left out. maj@k is added if every task has votes.
     """
     if not tasks:
         return {}
@@ -154,10 +154,14 @@ def figures(tasks: Sequence[Sampled], *, is_fraction: bool) -> dict[str, Figure]
             found[f"maj@{k}"] = [majority(task.values, task.votes or (), k)[0] for task in tasks]
         if is_fraction and all(len(task.values) >= k for task in tasks):
             found[f"pass@{k}"] = [pass_at(round(sum(task.values)), len(task.values), k) for task in tasks]
-    return {
+    made = {
         name: _figure(np.asarray(values), most / _draws(name), is_fraction=is_fraction and not name.startswith("std"))
         for name, values in found.items()
     }
+    spread = made.get(f"std@{most}")
+    if spread is not None and math.isfinite(spread.low):
+        made[f"std@{most}"] = spread._replace(low=max(0.0, spread.low))
+    return made
 
 
 def _draws(name: str) -> float:

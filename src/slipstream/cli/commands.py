@@ -231,6 +231,9 @@ def _gain_line(folder: Path) -> str:
     text = f"gained:     {gain:+.1f} points since step {found.before.step} (95 % interval {low:+.1f} to {high:+.1f})"
     if low > 0:
         return text
+    if high < 0:
+        remedy = "lower training.learning_rate, and keep the best weights with evaluation.patience"
+        return f"{text}: the model got worse; {remedy}"
     if found.after.value >= SOLVED:
         return f"{text}: no sure gain"
     signal = [row["reward/signal_fraction"] for row in record.rows if row.get("reward/signal_fraction") is not None]

@@ -42,6 +42,8 @@ def find_target(named: Path, model: str | None, overrides: Sequence[str]) -> Tar
             f"{named} belongs to no run that would say on which tasks to evaluate it: slipstream eval RUN_FILE --model "
             f"{named}"
         )
+    if str(named).startswith("run:"):
+        raise ConfigError(f"{named} is a model without tasks: slipstream eval RUN_FILE --model {named}")
     if not named.exists() and named.suffix != ".toml":
         raise ConfigError(f"{named} does not exist: name a run file, a run, or a checkpoint of one")
     loaded = load_config(_settings_of(run) if run else named, overrides)

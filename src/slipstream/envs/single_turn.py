@@ -221,7 +221,7 @@ def as_task(raw: object, default_id: str, where: str) -> Task:
         rest = {str(key): value for key, value in cast("Mapping[Any, Any]", raw).items()}
         if "prompt" not in rest:
             raise DataError(f"{where} has no 'prompt', only {', '.join(sorted(rest)) or 'nothing'}: add it")
-        prompt = _as_messages(rest.pop("prompt"), where)
+        prompt = as_messages(rest.pop("prompt"), where)
         answer = rest.pop("answer", None)
         if answer is not None and not isinstance(answer, str):
             raise DataError(f"{where} has the answer {answer!r:.60}, a {type(answer).__name__}: give it as text")
@@ -234,7 +234,8 @@ def as_task(raw: object, default_id: str, where: str) -> Task:
     return task
 
 
-def _as_messages(prompt: Any, where: str) -> tuple[Message, ...]:
+def as_messages(prompt: Any, where: str) -> tuple[Message, ...]:
+    """The messages of a prompt: a text, or a list of messages and dictionaries. `where`: its place, for errors."""
     if isinstance(prompt, str):
         return (Message("user", prompt),)
     if not isinstance(prompt, Sequence):

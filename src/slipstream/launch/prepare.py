@@ -289,7 +289,7 @@ def _eval_tasks(environment: Environment, num_tasks: int) -> list[Task]:
     if not tasks:
         raise DataError(
             f"{environment.name} gave no held-out tasks: have tasks('eval', {num_tasks}) return some, or turn the "
-            "evaluation off with --no-evaluation"
+            "evaluation off with --no-evaluation (in Python give eval_tasks, or evaluation=False)"
         )
     return tasks
 

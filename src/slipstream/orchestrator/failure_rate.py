@@ -13,6 +13,7 @@ from slipstream.records import TRAINABLE_OUTCOMES, Rollout
 
 RECENT_BATCHES = 8
 """Batches to judge together."""
+_FIRST = 8
 _CHANCE = 1e-6
 """Failures less probable than this, at a rate of `environment.max_reward_failures`, end a run."""
 
@@ -70,6 +71,22 @@ def check_failures(
         f"({failed[0].outcome}): {failed[0].error}"
     )
     raise (EngineError if mostly_engine else EnvironmentFault)(text)
+
+
+class FirstFailures:
+    """Warns once if a run's first rollouts all fail: its first batch may take an hour if each one hangs."""
+
+    def __init__(self) -> None:
+        self._left = _FIRST
+
+    def see(self, rollout: Rollout, warn: Callable[[str], None]) -> None:
+        """A rollout has ended."""
+        if self._left <= 0:
+            return
+        is_failed = rollout.outcome not in TRAINABLE_OUTCOMES and rollout.outcome != "no_tokens"
+        self._left = self._left - 1 if is_failed else 0
+        if is_failed and not self._left:
+            warn(f"the first {_FIRST} rollouts have all failed ({rollout.outcome}): {rollout.error}")
 
 
 def warn_of_losses(rollouts: Sequence[Rollout], of: str, warn: Callable[[str], None]) -> None:

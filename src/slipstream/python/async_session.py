@@ -123,7 +123,7 @@ class AsyncSession:
         """See `Session`."""
         return await self._do(self._session.train, data, loss)
 
-    async def prompt_tokens(self, messages: str | Sequence[Message]) -> list[int]:
+    async def prompt_tokens(self, messages: str | Sequence[Message | Mapping[str, Any]]) -> list[int]:
         """See `Session.prompt_tokens`."""
         return await self._do(self._session.prompt_tokens, messages)
 

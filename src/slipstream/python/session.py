@@ -234,11 +234,12 @@ class Session:
         self._rest_engine()
         return self._begun.learner.forward(sequences, self._begun.sampling)
 
-    def prompt_tokens(self, messages: str | Sequence[Message]) -> list[int]:
-        """Tokens of a conversation by the model's chat template, up to the start of the answer. A text is a user's
-        message."""
-        given = [Message("user", messages)] if isinstance(messages, str) else messages
-        return self._parts.run.prepared.tokenizer.render(given)
+    def prompt_tokens(self, messages: str | Sequence[Message | Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation by the model's chat template, up to the start of the answer: of messages as a task's
+        prompt has them. A text is a user's message."""
+        from slipstream.envs.single_turn import as_messages
+
+        return self._parts.run.prepared.tokenizer.render(as_messages(messages, "prompt_tokens"))
 
     def credit(self, groups: Trained) -> list[float]:
         """Compute the advantage of each rollout by the run's algorithm, and write it to the stream `advantages` of its

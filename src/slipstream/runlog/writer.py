@@ -412,7 +412,9 @@ def refuse_used(folder: Path) -> None:
             )
         if not (folder / _EVENTS).is_file():
             raise ConfigError(f"{folder} is not empty and holds no run (no {_EVENTS}): use another folder")
-        raise ConfigError(f"{folder} exists and is not empty: continue it with --resume or use another folder")
+        raise ConfigError(
+            f"{folder} exists and is not empty: continue it with --resume (in Python resume=True) or use another folder"
+        )
 
 
 def exit_code_of(error: BaseException | None) -> int:
