@@ -188,7 +188,7 @@ def timeline(folder: Path, system: str, began: float) -> dict[str, Any]:
             training[row["step"]] = row["end"] - rows[0]["end"] - evaluated
         if "accuracy" in row:
             accuracy[row["step"]] = row["accuracy"]
-    # The first evaluation may have preparations beside it. Longer completions of the start model count as these, too.
+    # The trainer may prepare its steps during the first evaluation. Longer completions of the start model count, too.
     usual = statistics.median([row["evaluate_s"] for row in rows[1:] if "accuracy" in row] or [rows[0]["evaluate_s"]])
     startup = rows[0]["end"] - min(usual, rows[0]["evaluate_s"]) - began
     return {

@@ -67,7 +67,9 @@ def test_requests_that_wait_in_the_engine_give_the_same_run(kind, slipstream, ru
     """DAPO's refills come after the version that the batch waited for."""
     begun, begin = [], Orchestrator.begin
     monkeypatch.setattr(Orchestrator, "begin", lambda self, step: begun.append(step) or begin(self, step))
-    options = (*COIN, "--algorithm.kind", kind, "--weights.bridge", "single_copy", "--training.steps", "4")
+    rewards = ("--environment.settings", "{parity = true}", "--algorithm.group_size", "2")  # by what was said alone
+    options = (*rewards, "--evaluation", "false", "--algorithm.kind", kind, "--weights.bridge", "single_copy")
+    options = (*options, "--training.steps", "4")
     early, late = tmp_path / "early", tmp_path / "late"
     assert slipstream("train", run_file, *options, "--run.folder", early)[0] == 0
     assert begun == [1, 2, 3]
@@ -75,6 +77,7 @@ def test_requests_that_wait_in_the_engine_give_the_same_run(kind, slipstream, ru
     assert slipstream("train", run_file, *options, "--run.folder", late)[0] == 0
     assert begun == [1, 2, 3]
     assert learned(early) == learned(late)
+    assert any(row.get("rollout/refills") for row in read_metrics(early)) == (kind == "dapo")
     ends = [read_model_folder(folder / "checkpoints/step-000004/weights") for folder in (early, late)]
     assert describe(ends[0]) == describe(ends[1])
     check_run(early, steps=4)

@@ -137,8 +137,8 @@ def figures(tasks: Sequence[Sampled], *, is_fraction: bool) -> dict[str, Figure]
     """The figures of a group of tasks by name (`mean@4`), each the mean over its tasks.
 
     `is_fraction`: the values are 0 or 1; pass@k is added if every task has k samples, and intervals are Wilson's;
-    otherwise, and for std@n, Student's. A task with fewer samples than the most has figures of its own samples; one
-    without any must be left out. maj@k is added if every task has votes.
+    otherwise, and for std@n, Student's. A task with fewer samples than the most has figures of these; one without
+    any must be left out. maj@k is added if every task has votes.
     """
     if not tasks:
         return {}

@@ -114,7 +114,7 @@ def import_file(path: Path, setting: str) -> ModuleType:
 
 @contextmanager
 def _own_bytecode() -> Generator[None]:
-    """Python's own rules for bytecode, unlike for packages (`launch.startup.compile_caches`): it could be old."""
+    """Undo `compile_caches` for a user's file: with the same time and size, a changed one would run as before."""
     before = sys.pycache_prefix, sys.dont_write_bytecode
     given = os.environ.get("PYTHONPYCACHEPREFIX")
     sys.pycache_prefix, sys.dont_write_bytecode = given or None, bool(sys.flags.dont_write_bytecode)

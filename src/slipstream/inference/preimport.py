@@ -42,7 +42,7 @@ def engine_environment(own: Mapping[str, str], *, on_this_host: bool = True) -> 
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
     }
-    if on_this_host and sys.pycache_prefix:  # by `compile_caches`; an empty variable is none
+    if on_this_host and sys.pycache_prefix:  # by `compile_caches`; Python ignores an empty variable
         environment |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     # A CPU's attention divides contexts among threads if there are few sequences. Sums then depend on a step's chance
